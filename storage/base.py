@@ -1,0 +1,177 @@
+"""The contract of a tier, in words: a place with slots for pages.
+
+A tier moves bytes and decides nothing. Which page lives where, what is pinned and who gives way is the
+index's business (`tiered_kv.index`); the tier is told slots and does as it is told.
+"""
+
+from __future__ import annotations
+
+import heapq
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tiered_kv.errors import TieredKVError
+from tiered_kv.keys import PageKey
+
+PageBuffer = np.ndarray[Any, np.dtype[np.uint8]]
+"""One page in host memory: uint8, one dimension, contiguous, `page_bytes` long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A page to be written: what it is called, what it hangs from, and its bytes.
+
+    The bytes belong to the caller and must not change until the write has returned.
+    """
+
+    key: PageKey
+    parent: PageKey | None
+    data: PageBuffer
+
+
+@dataclass(slots=True)
+class CheckReport:
+    """What `check` found. `problems` holds one line a fault; `fixed` counts those put right."""
+
+    pages: int = 0
+    problems: list[str] = field(default_factory=list)
+    fixed: int = 0
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing was wrong, or all that was wrong has been put right."""
+        return len(self.problems) == self.fixed
+
+
+class Tier(ABC):
+    """A place with slots for pages. Safe to call from several threads.
+
+    A slot is reserved before it is written and freed by whoever reserved it. No slot may be freed or
+    written while a read of it is under way: the index pins it.
+    """
+
+    name: str
+    page_bytes: int
+
+    @property
+    @abstractmethod
+    def capacity_pages(self) -> int:
+        """How many pages fit; a hard bound."""
+
+    @property
+    @abstractmethod
+    def capacity_bytes(self) -> int:
+        """The configured size; nothing the tier keeps, metadata included, ever exceeds it."""
+
+    @property
+    @abstractmethod
+    def used_bytes(self) -> int:
+        """Bytes held by reserved slots."""
+
+    @abstractmethod
+    def reserve(self, n: int) -> list[int] | None:
+        """Take n slots, lowest first, or None (and none taken) if fewer are free. Does not block."""
+
+    @abstractmethod
+    def free(self, slots: Sequence[int]) -> None:
+        """Give slots back. Their bytes may be overwritten at once.
+
+        Raises:
+            ValueError: a slot that is not reserved, or named twice.
+        """
+
+    @abstractmethod
+    def write(self, slots: Sequence[int], pages: Sequence[Page]) -> None:
+        """Store pages in reserved slots; blocks until they can be read back (on disk: are durable).
+
+        All or nothing: when it raises, no slot of the batch counts as written.
+
+        Raises:
+            TierIOError: the medium failed or is full.
+        """
+
+    @abstractmethod
+    def read(
+        self, slots: Sequence[int], into: Sequence[PageBuffer]
+    ) -> list[TieredKVError | None]:
+        """Fill one buffer a slot; blocks. Returns, for each page, None or why it could not be had.
+
+        A page that cannot be read or verified spoils only itself; what its buffer then holds is undefined.
+        """
+
+    @abstractmethod
+    def check(self, fix: bool = False) -> CheckReport:
+        """Verify all that can be verified; with `fix`, drop what is wrong. Slow: reads every page."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back memory, files and locks. Twice is harmless."""
+
+
+class SlotPool:
+    """Slots 0..n-1 of a tier, lowest free first. Not locked: its owner is."""
+
+    __slots__ = ("_fresh", "_returned", "_taken", "capacity")
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._fresh = 0  # slots >= this were never taken
+        self._returned: list[int] = []  # a heap
+        self._taken = bytearray(capacity)
+
+    @property
+    def used(self) -> int:
+        """Slots taken."""
+        return self._fresh - len(self._returned)
+
+    def reserve(self, n: int) -> list[int] | None:
+        """The n lowest free slots, or None and nothing taken."""
+        if n < 0 or self.capacity - self.used < n:
+            return None
+        slots = [self._take_one() for _ in range(n)]
+        return slots
+
+    def _take_one(self) -> int:
+        if self._returned:
+            slot = heapq.heappop(self._returned)
+        else:
+            slot = self._fresh
+            self._fresh += 1
+        self._taken[slot] = 1
+        return slot
+
+    def reserve_exact(self, slot: int) -> None:
+        """Take one named slot: how a tier found again after a restart claims what is already there.
+
+        Raises:
+            ValueError: it is taken, or out of range.
+        """
+        if not 0 <= slot < self.capacity or self._taken[slot]:
+            raise ValueError(f"slot {slot} is taken or outside 0..{self.capacity - 1}")
+        if slot >= self._fresh:
+            for between in range(self._fresh, slot):
+                heapq.heappush(self._returned, between)
+            self._fresh = slot + 1
+        else:
+            self._returned.remove(slot)
+            heapq.heapify(self._returned)
+        self._taken[slot] = 1
+
+    def free(self, slots: Sequence[int]) -> None:
+        """Give slots back; raises ValueError, having freed none, if one is not taken or named twice."""
+        if len(set(slots)) != len(slots):
+            raise ValueError("a slot is named twice in one free()")
+        for slot in slots:
+            if not 0 <= slot < self.capacity or not self._taken[slot]:
+                raise ValueError(f"slot {slot} is not reserved")
+        for slot in slots:
+            self._taken[slot] = 0
+            heapq.heappush(self._returned, slot)
+
+    def is_taken(self, slot: int) -> bool:
+        """Whether a slot is reserved."""
+        return 0 <= slot < self.capacity and bool(self._taken[slot])

@@ -1,0 +1,75 @@
+"""StoreConfig: what a store is given, checked once at the door."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
+
+from tiered_kv.errors import ConfigError
+
+PolicyName = Literal["lru", "fifo"]
+WritePolicy = Literal["back", "through"]
+
+Size = Annotated[ByteSize, Field(gt=0)]
+
+
+class StoreConfig(BaseModel):
+    """Sizes and rules of a `TieredStore`. Sizes are bytes, or text such as "8GiB".
+
+    Every size is a hard bound: the tier never holds more, its own metadata on disk included.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    hbm: Size = Field(description="GPU memory for hot pages (host memory where there is no GPU)")
+    host: Size = Field(description="pinned host memory for warm pages")
+    disk: Path | None = Field(None, description="directory for cold pages; none: no disk tier")
+    disk_size: Size | None = Field(None, description="bytes the directory may ever take")
+    write_policy: WritePolicy = Field(
+        "back",
+        description="back: a page goes to disk when host gives it up or the store closes; "
+        "through: every page at once",
+    )
+    policy: PolicyName = Field("lru", description="the order in which full tiers give pages up")
+    device: str = Field("auto", description="where the hbm tier lives: auto, cpu, cuda, cuda:N")
+    model_name: str = Field("", description="which weights made the KV; enters every key")
+    deadline_s: float | None = Field(
+        60.0, gt=0, description="seconds after which a load is given up as a miss; none: wait"
+    )
+    io_threads: int = Field(4, ge=1, le=64, description="threads that read the disk")
+    min_load_tokens: int = Field(
+        0, ge=0, description="a stored prefix shorter than this is recomputed, not loaded"
+    )
+    prefill_tokens_per_s: float | None = Field(
+        None,
+        gt=0,
+        description="how fast the engine computes a prompt; pages that would load slower than that "
+        "(by measured rate) are not loaded. none: always load",
+    )
+
+    @model_validator(mode="after")
+    def _disk_needs_a_size(self) -> StoreConfig:
+        if (self.disk is None) != (self.disk_size is None):
+            given, missing = ("disk", "disk_size") if self.disk else ("disk_size", "disk")
+            raise ValueError(f"{given} needs {missing} too: give both for a disk tier, or neither")
+        return self
+
+    @classmethod
+    def parse(cls, **settings: object) -> StoreConfig:
+        """Like the constructor, but a wrong setting raises `ConfigError` in one line."""
+        try:
+            return cls.model_validate(settings)
+        except ValidationError as error:
+            raise ConfigError(one_line(error)) from error
+
+
+def one_line(error: ValidationError) -> str:
+    """The first fault of a pydantic error as one line: setting, value, what would be right."""
+    fault = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in fault["loc"])
+    message = fault["msg"].removeprefix("Value error, ")
+    if not where:
+        return message
+    return f"{where}={fault['input']!r}: {message}"

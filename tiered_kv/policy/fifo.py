@@ -1,0 +1,28 @@
+"""First in, first out, kept prefix-closed: for comparison.
+
+Every request adds a leaf, so this is nearly LRU on conversations; it ignores a page read again.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+from tiered_kv.policy.base import LeafFirst, Tree
+
+
+class Fifo(LeafFirst):
+    """Ranks a page by when it came into the tier."""
+
+    def __init__(self, tree: Tree) -> None:
+        super().__init__(tree)
+        self._arrived = array("q")
+
+    def insert(self, page: int) -> None:
+        if page >= len(self._arrived):
+            grown = max(page + 1, len(self._arrived) * 5 // 4) - len(self._arrived)
+            self._arrived.extend(array("q", bytes(8 * grown)))
+        self._arrived[page] = self._tree.last_use(page)
+        super().insert(page)
+
+    def rank(self, page: int) -> int:
+        return self._arrived[page]

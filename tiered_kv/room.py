@@ -1,0 +1,164 @@
+"""Making room: what leaves a tier so that something else may enter it.
+
+Room is made from the bottom: a page that host gives up goes to disk first if it is not there, and disk in
+turn drops what its policy ranks lowest. Disk is kept prefix-closed by itself: a page is written only
+together with those of its ancestors that are not on disk yet, root first. So whatever a crash leaves on
+disk can hit, and the pages of one prefix lie side by side there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from tiered_kv.index import Index, TierIndex
+from tiered_kv.plan import DISK, HOST, Draft, Move
+
+
+class Slots(Protocol):
+    """Where slots come from: a `Tier`, or a bare `SlotPool` where no bytes are moved."""
+
+    def reserve(self, n: int) -> list[int] | None:
+        """Take n slots, or None and none taken."""
+
+    def free(self, slots: Sequence[int]) -> None:
+        """Give slots back."""
+
+
+class Grant(NamedTuple):
+    """A slot that may be filled, once the demotion of page `after` (-1: none) has been made."""
+
+    slot: int
+    after: int = -1
+
+
+class Room:
+    """The slots of every tier, and the way to get more of them."""
+
+    def __init__(self, index: Index, slots: dict[str, Slots], capacity: dict[str, int]) -> None:
+        self._index = index
+        self._slots = slots
+        self.free_pages = dict(capacity)
+
+    def reserve_free(self, tier: str, n: int) -> list[int]:
+        """Up to n slots that nothing has to leave for."""
+        n = min(n, self.free_pages[tier])
+        if n == 0:
+            return []
+        taken = self._slots[tier].reserve(n)
+        assert taken is not None, "the tier has fewer free slots than were counted"
+        self.free_pages[tier] -= n
+        return taken
+
+    def free(self, tier: str, slots: Sequence[int]) -> None:
+        """Give slots back."""
+        if slots:
+            self._slots[tier].free(slots)
+            self.free_pages[tier] += len(slots)
+
+    def claim(self, tier: str, pages: int) -> None:
+        """Slots already taken when the tier was opened."""
+        self.free_pages[tier] -= pages
+
+    def on_hbm(self, n: int, tier: TierIndex) -> list[int]:
+        """Up to n HBM slots. What leaves is dropped: it has a copy below, or found no room there."""
+        slots = self.reserve_free(tier.name, n)
+        victims = self._index.victims(tier, n - len(slots))
+        return slots + [self._retake(tier, page) for page in victims]
+
+    def on_disk(self, n: int) -> list[int] | None:
+        """Exactly n disk slots, or None and nothing changed. What leaves is gone."""
+        tier = self._index.by_name[DISK]
+        missing = n - self.free_pages[DISK]
+        victims = self._index.victims(tier, missing) if missing > 0 else []
+        if len(victims) < missing:
+            return None
+        self.free(DISK, [self._index.evict(tier, page) for page in victims])
+        return self.reserve_free(DISK, n)
+
+    def on_host(self, n: int, draft: Draft) -> list[Grant]:
+        """Up to n host slots; adds to the draft the demotions that free them."""
+        grants = [Grant(slot) for slot in self.reserve_free(HOST, n)]
+        missing = n - len(grants)
+        if missing <= 0:
+            return grants
+        host = self._index.by_name[HOST]
+        if DISK in self._index.by_name:
+            demoted = self._demote(host, missing, draft)
+            if demoted is not None:
+                return grants + demoted
+        victims = self._index.victims(host, missing)
+        return grants + [Grant(self._retake(host, page)) for page in victims]
+
+    def _retake(self, tier: TierIndex, page: int) -> int:
+        """Evict a page and keep its slot for another."""
+        return self._index.evict(tier, page)
+
+    def _demote(self, host: TierIndex, n: int, draft: Draft) -> list[Grant] | None:
+        """Give up n host pages that live on on disk; None if disk cannot take what it must."""
+        index, disk = self._index, self._index.by_name[DISK]
+        victims = index.victims(host, n, demote=True)
+        dirty = [page for page in victims if not disk.state[page]]
+        clean = [page for page in victims if disk.state[page]]
+        slots = self.write_slots(dirty, keep=clean)
+        if slots is None:
+            return None
+        leaving = set(victims)
+        for page, slot in slots.items():
+            draft.demote.append(self._write(page, slot, leaves=page in leaving))
+            index.begin(disk, page, slot)
+            if page not in leaving:
+                index.pin(host, page)
+                draft.pins.append((HOST, page))
+        return [
+            Grant(self._retake(host, page), page if page in slots else -1) for page in victims
+        ]
+
+    def write_slots(
+        self, pages: Sequence[int], keep: Sequence[int] = ()
+    ) -> dict[int, int] | None:
+        """Disk slots for pages and those of their ancestors that are not on disk, root first.
+
+        No page of `keep` leaves disk for them. None, and nothing changed, if disk cannot make that room without orphaning or unpinning a page.
+        """
+        index, disk = self._index, self._index.by_name[DISK]
+        order: dict[int, None] = {}
+        held = list(keep)
+        for page in pages:
+            path = []
+            while page >= 0 and not disk.state[page] and page not in order:
+                path.append(page)
+                page = index.parent_of[page]
+            order.update(dict.fromkeys(reversed(path)))
+            if page >= 0 and disk.state[page]:
+                held.append(page)  # on disk, and soon a parent there: must not leave meanwhile
+        if any(not index.by_name[HOST].state[page] for page in order):
+            return None  # an ancestor is in HBM alone, or a hole: nothing below it can be made durable
+        for page in held:
+            index.pin(disk, page)
+        slots = self.on_disk(len(order))
+        for page in held:
+            index.unpin(disk, page)
+        return None if slots is None else dict(zip(order, slots, strict=True))
+
+    def _write(self, page: int, slot: int, *, leaves: bool) -> Move:
+        index, host = self._index, self._index.by_name[HOST]
+        return Move(
+            page,
+            index.key(page),
+            index.parent_key(page),
+            HOST,
+            host.slot[page],
+            DISK,
+            slot,
+            waits=not host.is_resident(page),
+            leaves=leaves,
+        )
+
+    def write(self, page: int, slot: int, draft: Draft) -> Move:
+        """A copy of a host page to disk, which stays on host; pins it there until the plan ends."""
+        move = self._write(page, slot, leaves=False)
+        self._index.begin(self._index.by_name[DISK], page, slot)
+        self._index.pin(self._index.by_name[HOST], page)
+        draft.pins.append((HOST, page))
+        return move
