@@ -1,0 +1,147 @@
+"""The HBM tier: hot pages in a pool of GPU memory, laid out layer first as attention kernels read it.
+
+Layers of equal size that follow one another form a *run*, one tensor ``[layers, pages, layer bytes]``. On a
+machine without CUDA the pool is host memory, and everything else is the same code.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
+
+from tiered_kv.errors import ConfigError, TieredKVError
+from tiered_kv.kernels.page_copy.api import Run, gather_pages, scatter_pages
+from tiered_kv.layout import KVLayout
+from tiered_kv.storage.base import CheckReport, Page, PageBuffer, SlotPool, Tier
+from tiered_kv.storage.slab import Slab
+
+_STEP_BYTES = 64 << 10  # of one page: below that, per-call cost outweighs an earlier layer on a CPU
+
+
+class HbmTier(Tier):
+    """Pages in GPU memory (host memory with device "cpu").
+
+    Args:
+        layout: geometry of a page.
+        capacity_bytes: all the memory the pool may take.
+        device: a torch device.
+
+    Raises:
+        ConfigError: it cannot hold one page.
+    """
+
+    name = "hbm"
+
+    def __init__(self, layout: KVLayout, capacity_bytes: int, device: str = "cpu") -> None:
+        self.page_bytes = layout.page_bytes
+        pages = capacity_bytes // self.page_bytes
+        if pages < 1:
+            raise ConfigError(
+                f"hbm={capacity_bytes}: smaller than one page of {self.page_bytes} bytes; "
+                f"give at least {self.page_bytes}"
+            )
+        self.device = torch.device(device)
+        self._capacity_bytes = capacity_bytes
+        self._slots = SlotPool(pages)
+        self._lock = threading.Lock()
+        self._slab: Slab | None = None
+        pool = self._allocate(pages * self.page_bytes)
+        self.runs = _cut_into_runs(pool, layout.layer_page_bytes, pages)
+        self.layers: list[torch.Tensor] = [layer for run in self.runs for layer in run.pool]
+        self.layer_steps = self._steps(layout.layer_page_bytes)
+
+    def _allocate(self, n_bytes: int) -> torch.Tensor:
+        if self.device.type == "cpu":
+            self._slab = Slab(n_bytes)
+            return self._slab.tensor()[:n_bytes]
+        return torch.empty(n_bytes, dtype=torch.uint8, device=self.device)
+
+    def _steps(self, layer_page_bytes: Sequence[int]) -> list[tuple[int, int]]:
+        """Layer ranges [first, last) that are copied in one go: single layers on a GPU."""
+        steps: list[tuple[int, int]] = []
+        first = n_bytes = 0
+        for layer, size in enumerate(layer_page_bytes):
+            n_bytes += size
+            if self.device.type != "cpu" or n_bytes >= _STEP_BYTES:
+                steps.append((first, layer + 1))
+                first, n_bytes = layer + 1, 0
+        if n_bytes:
+            steps.append((first, len(layer_page_bytes)))
+        return steps
+
+    @property
+    def capacity_pages(self) -> int:
+        return self._slots.capacity
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self._capacity_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        return self._slots.used * self.page_bytes
+
+    def reserve(self, n: int) -> list[int] | None:
+        with self._lock:
+            return self._slots.reserve(n)
+
+    def free(self, slots: Sequence[int]) -> None:
+        with self._lock:
+            self._slots.free(slots)
+
+    def write(self, slots: Sequence[int], pages: Sequence[Page]) -> None:
+        """Scatter host pages into slots; returns when the bytes are there."""
+        self.write_layers(slots, [page.data for page in pages], 0, len(self.layers))
+        self._synchronize()
+
+    def write_layers(
+        self, slots: Sequence[int], pages: Sequence[PageBuffer], first: int, last: int
+    ) -> None:
+        """Scatter layers [first, last) of host pages into slots.
+
+        On a GPU it only enqueues the copies on the current stream: the pages must stay until it is through.
+        """
+        scatter_pages(self.runs, slots, pages, first, last)
+
+    def read(
+        self, slots: Sequence[int], into: Sequence[PageBuffer]
+    ) -> list[TieredKVError | None]:
+        """Gather slots into host pages; returns when the bytes are there."""
+        gather_pages(self.runs, slots, into)
+        self._synchronize()
+        return [None] * len(slots)
+
+    def copy_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy whole pages from slot to slot; on a GPU enqueued on the current stream."""
+        for run in self.runs:
+            for source, target in zip(sources, targets, strict=True):
+                run.pool[:, target].copy_(run.pool[:, source], non_blocking=True)
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def check(self, fix: bool = False) -> CheckReport:
+        """Counts its slots; GPU memory carries no checksums."""
+        return CheckReport(pages=self._slots.used)
+
+    def close(self) -> None:
+        self.runs = []
+        self.layers = []
+        if self._slab is not None:
+            self._slab.close()
+
+
+def _cut_into_runs(pool: torch.Tensor, layer_page_bytes: Sequence[int], pages: int) -> list[Run]:
+    runs: list[Run] = []
+    at = first = page_offset = 0
+    for layer_bytes, equal in groupby(layer_page_bytes):
+        count = len(list(equal))
+        size = count * pages * layer_bytes
+        tensor = pool[at : at + size].view(count, pages, layer_bytes)
+        runs.append(Run(first, page_offset, tensor))
+        at, first, page_offset = at + size, first + count, page_offset + count * layer_bytes
+    return runs
