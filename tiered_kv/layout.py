@@ -1,0 +1,500 @@
+"""How a model's page is made: its layers, their heads and dims, and the bytes each of them keeps.
+
+A page holds, for `page_tokens` consecutive tokens and one tensor-parallel rank, layer after layer
+in model order::
+
+    full, sliding   K then V, each [kv_heads, page_tokens, head_dim]
+    latent          [page_tokens, kv_lora_rank + qk_rope_head_dim], once: no V lies beside it
+    state           one snapshot at the page's last token: the last conv_kernel inputs of the
+                    convolution, then the recurrent state
+
+A layer with attention and a state (Falcon-H1, Zamba) is in two groups and keeps K, V, then the
+snapshot. A layer that keeps nothing (an MLP block, one that reads another layer's KV) is in a state
+group of zero bytes, so that an index here is always the layer's index in the model. A sliding
+layer's page is full: what its window still needs is the engine's question (`KVLayout.live_bytes`).
+Imports neither torch nor transformers: a config is read as the JSON it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from tiered_kv.errors import ConfigError
+
+_1_BYTE = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "int8", "uint8")
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, **dict.fromkeys(_1_BYTE, 1)}
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_HEADS = ("num_attention_heads", "n_head", "n_heads")
+_HIDDEN = ("hidden_size", "n_embd", "d_model", "n_embed")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads")
+_STATE_WIDTH = ("mamba_d_state", "ssm_state_size", "state_size")
+_STATE_GROUPS = ("mamba_n_groups", "mamba_ngroups", "n_groups")
+_NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
+
+# Caches that the rules below would size wrongly: better no layout than a wrong one.
+_REFUSED_MODELS = ("longcat_flash", "recurrent_gemma", "rwkv", "xlstm")
+_REFUSED_KEYS = (
+    *("index_topk", "compress_ratios", "block_configs", "linear_attn_config"),
+    *("attn_config", "multi_query_attention", "is_encoder_decoder"),
+)
+# One layer in n is global, where a config older than `layer_types` leaves that to the model's code.
+_GLOBAL_EVERY = {"gemma2": 2, "gpt_oss": 2, "cohere2": 4, "llama4_text": 4, "olmo3": 4}
+_GLOBAL_EVERY |= {"gemma3n_text": 5, "gemma3_text": 6, "gemma4_text": 6}
+
+# transformers leaves out of a nested config what equals the class's default, so those have to be
+# known (as of 5.24). A top-level config is written in full; only head_dim is used for it.
+_DEFAULT_KEYS = (_LAYERS[0], _HIDDEN[0], _HEADS[0], _KV_HEADS[0], "head_dim", "sliding_window")
+_CLASS_DEFAULTS: dict[str, tuple[int | None, ...]] = {
+    "gemma3_text": (26, 2304, 8, 4, 256, 4096),
+    "llama": (32, 4096, 32, None, None, None),
+    "mistral": (32, 4096, 32, 8, None, 4096),
+    "qwen3": (32, 4096, 32, 32, 128, None),
+}
+_BLOCKS = {  # by name in a list, or by letter in Nemotron-H's pattern
+    **dict.fromkeys(("full_attention", "attention", "*"), "full"),
+    **dict.fromkeys(("sliding_attention", "chunked_attention"), "sliding"),
+    **dict.fromkeys(("linear_attention", "mamba", "M"), "state"),
+    **dict.fromkeys(("mlp", "moe", "-", "E"), "none"),
+    "hybrid": "hybrid",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that keep the same thing.
+
+    Attributes:
+        kind: what they keep, see the module's head.
+        layer_token_bytes: bytes one layer keeps for a token on one rank; 0 for "state".
+        layer_state_bytes: bytes one layer keeps at a page's end; only for "state".
+        kv_heads: heads on this rank, 1 for "latent"; 0 where not known.
+        head_dim: width of a head, of latent and rope together for "latent"; 0 where not known.
+        window_tokens: how far back these layers look, None for all the way.
+    """
+
+    kind: Literal["full", "sliding", "latent", "state"]
+    layers: tuple[int, ...]
+    layer_token_bytes: int
+    layer_state_bytes: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    window_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """The geometry of one rank's page, and so of every slot, record and copy of a store.
+
+    Attributes:
+        model: `model_type` of the config, or what the layout was made from.
+        dtype: of K, V and latents. A recurrent state has its own, see `from_model_config`.
+        groups: every layer of the model, by what it keeps.
+        layer_page_bytes: layer i's bytes of a page, in model order; a page is these, concatenated.
+
+    Raises:
+        ConfigError: sizes or ranks out of range, or layers that leave a gap.
+    """
+
+    model: str
+    dtype: str
+    page_tokens: int
+    groups: tuple[LayerGroup, ...]
+    tp_rank: int = 0
+    tp_size: int = 1
+    layer_page_bytes: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    page_bytes: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _check_sizes(self.page_tokens, self.tp_rank, self.tp_size)
+        by_layer: dict[int, int] = {}
+        for group in self.groups:
+            layer_bytes = group.layer_token_bytes * self.page_tokens + group.layer_state_bytes
+            for layer in group.layers:
+                by_layer[layer] = by_layer.get(layer, 0) + layer_bytes
+        if sorted(by_layer) != list(range(len(by_layer))) or not sum(by_layer.values()):
+            raise ConfigError("groups must name every layer from 0 on, some that keep something")
+        object.__setattr__(self, "layer_page_bytes", tuple(by_layer[i] for i in sorted(by_layer)))
+        object.__setattr__(self, "page_bytes", sum(by_layer.values()))
+
+    @property
+    def layers(self) -> int:
+        """Layers of the model, those that keep nothing included."""
+        return len(self.layer_page_bytes)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes a token adds over all layers; states, which do not grow, are not in it."""
+        return sum(g.layer_token_bytes * len(g.layers) for g in self.groups)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one snapshot of all states."""
+        return sum(g.layer_state_bytes * len(g.layers) for g in self.groups)
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) of all the above, equal in every process; pages of another are foreign."""
+        facts = asdict(self)
+        del facts["layer_page_bytes"], facts["page_bytes"]  # follow from the rest
+        text = json.dumps({"version": 1, **facts}, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def kv_bytes(self, batch: int, tokens: int) -> int:
+        """Bytes that the pages of `batch` sequences of `tokens` tokens hold on one rank.
+
+        For plain attention 2 x layers x batch x tokens x kv_heads x head_dim x bytes. Sliding
+        layers count in full, as a page keeps them; every full page adds its state snapshot. For
+        whole pages it is therefore exactly batch x pages x `page_bytes`.
+        """
+        return batch * (tokens * self.token_bytes + tokens // self.page_tokens * self.state_bytes)
+
+    def live_bytes(self, batch: int, tokens: int) -> int:
+        """Bytes an engine needs to go on decoding: of a sliding layer its window, of a state one.
+
+        `kv_bytes` is what a store keeps so that any prefix can be resumed, this what a GPU must
+        hold for a sequence that runs; equal for a model without windows and states.
+        """
+        per_sequence = self.state_bytes
+        for group in self.groups:
+            window = tokens if group.window_tokens is None else min(tokens, group.window_tokens)
+            per_sequence += window * group.layer_token_bytes * len(group.layers)
+        return batch * per_sequence
+
+    @classmethod
+    def from_model_config(
+        cls,
+        config: str | Path | Mapping[str, Any],
+        page_tokens: int = 64,
+        *,
+        dtype: str | None = None,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+    ) -> KVLayout:
+        """The layout of a decoder, from its Hugging Face config.json.
+
+        Rank `tp_rank` of `tp_size` has its share of the KV heads; fewer heads than ranks are
+        replicated, one a rank. A latent is replicated whole. A recurrent state is float32, as
+        transformers keeps it, unless the config's `mamba_ssm_dtype` or `mamba_ssm_cache_dtype` says
+        otherwise; convolution inputs have the model's dtype.
+
+        Args:
+            config: path of a config.json or of the directory that holds it, or its content.
+            dtype: of the KV cache; None or "auto" takes the model's `torch_dtype`.
+
+        Raises:
+            ConfigError: unreadable, not a decoder known here, a key missing or impossible, heads
+                that do not divide; one line that names it and says what would be right.
+        """
+        _check_sizes(page_tokens, tp_rank, tp_size)
+        settings = _Settings.of_text_model(_read_config(config))
+        model_dtype = settings.find("torch_dtype")
+        kv_dtype = model_dtype if dtype in (None, "auto") else str(dtype).removeprefix("torch.")
+        if kv_dtype is None:
+            raise settings.error("no torch_dtype in its config: say which, as in dtype='bfloat16'")
+        cache = _CacheReader(_dtype_bytes(kv_dtype), _dtype_bytes(model_dtype or kv_dtype), tp_size)
+        return cls(settings.model, kv_dtype, page_tokens, cache.groups(settings), tp_rank, tp_size)
+
+    @classmethod
+    def from_tensors(cls, tensors: Sequence[Any], page_tokens: int) -> KVLayout:
+        """The layout of an engine's own cache: one torch tensor a layer, first dimension pages.
+
+        Pages are taken as bytes, whatever is in them; a layer whose page does not divide by
+        `page_tokens` counts as state. Shape and memory order of a page go into `model`, and so into
+        the fingerprint: a cache kept heads-first never reads one kept tokens-first. Looks at shapes
+        only, never at data.
+
+        Raises:
+            ConfigError: no tensors, unequal page counts, or a page that is not one contiguous run.
+        """
+        _check_sizes(page_tokens)
+        if not tensors or any(t.ndim < 2 or t.shape[0] != tensors[0].shape[0] for t in tensors):
+            raise ConfigError("tensors must be one a layer, each [pages, ...] of as many pages")
+        layer_bytes = [t[:1].numel() * t.element_size() for t in tensors]
+        dtypes = sorted({str(t.dtype).removeprefix("torch.") for t in tensors})
+        shapes = dict.fromkeys(_page_shape(t) for t in tensors)
+        groups = _opaque_groups(layer_bytes, page_tokens)
+        return cls(f"tensors {' '.join(shapes)}", "+".join(dtypes), page_tokens, groups)
+
+    @classmethod
+    def uniform(cls, page_bytes: int, page_tokens: int, layers: int | None = None) -> KVLayout:
+        """A layout of no model, of pages that are just so big: for traces and tests.
+
+        Each is cut into `layers` equal parts; None takes of 4, 2 and 1 the first that divides.
+
+        Raises:
+            ConfigError: a size below 1, or layers that do not divide the page.
+        """
+        _check_sizes(page_tokens)
+        layers = next(n for n in (4, 2, 1) if page_bytes % n == 0) if layers is None else layers
+        if layers < 1 or page_bytes < 1 or page_bytes % layers:
+            raise ConfigError(f"page_bytes must be a multiple of {layers} layers, not {page_bytes}")
+        groups = _opaque_groups([page_bytes // layers] * layers, page_tokens)
+        return cls("uniform", "uint8", page_tokens, groups)
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """The text model's part of a config, with the questions that are asked of it."""
+
+    model: str
+    values: Mapping[str, Any]
+
+    @classmethod
+    def of_text_model(cls, config: Mapping[str, Any]) -> _Settings:
+        values, model, dtype = config, None, None
+        inner: Mapping[str, Any] | None = config
+        while inner is not None:
+            values, model = inner, inner.get("model_type") or model
+            dtype = inner.get("torch_dtype") or inner.get("dtype") or dtype
+            inner = next((values[k] for k in _NESTED if isinstance(values.get(k), Mapping)), None)
+        if not isinstance(model, str):
+            raise ConfigError("the config has no model_type: give a decoder model's config.json")
+        defaults = dict(zip(_DEFAULT_KEYS, _CLASS_DEFAULTS.get(model, ()), strict=False))
+        if values is config:
+            defaults = {"head_dim": defaults.get("head_dim")}
+        dtype = dtype and str(dtype).removeprefix("torch.")
+        settings = cls(model, {**defaults, **values, "torch_dtype": dtype})
+        settings._refuse_unknown_caches()
+        return settings
+
+    def _refuse_unknown_caches(self) -> None:
+        odd = next((key for key in _REFUSED_KEYS if self.find(key)), None)
+        odd = self.model if self.model in _REFUSED_MODELS else odd
+        if odd:
+            raise self.error(f"{odd} means a cache unknown here: use KVLayout.from_tensors")
+        if self.find(*_HEADS, *_STATE_WIDTH) is None:
+            raise self.error("unknown: a decoder's config has num_attention_heads or a state_size")
+
+    def error(self, problem: str) -> ConfigError:
+        return ConfigError(f"model type {self.model!r}: {problem}")
+
+    def find(self, *names: str) -> Any:
+        """The first that is given; null and "auto" count as not given."""
+        for name in names:
+            if self.values.get(name) not in (None, "auto"):
+                return self.values[name]
+        return None
+
+    def count(self, *names: str) -> int | None:
+        """The first that is given, as a positive integer."""
+        value = self.find(*names)
+        if value is not None and (type(value) is not int or value < 1):
+            raise self.error(f"{' or '.join(names)} must be a positive integer, not {value!r}")
+        return value
+
+    def need(self, *names: str) -> int:
+        """As `count`, but it must be there."""
+        value = self.count(*names)
+        if value is None:
+            raise self.error(f"its config lacks {' or '.join(names)}, a positive integer")
+        return value
+
+    def block_kinds(self) -> list[str]:
+        """What each layer is: full, sliding, state, hybrid or none."""
+        names = self.find("layer_types", "layers_block_type", "hybrid_override_pattern")
+        names = names or self._implied_blocks()
+        names = [str(name) for name in (names if isinstance(names, (list, str)) else [names])]
+        unknown = next((name for name in names if name not in _BLOCKS), None)
+        if unknown is not None:
+            raise self.error(f"layer type {unknown!r} is not one of {', '.join(_BLOCKS)}")
+        layers = self.count(*_LAYERS) or len(names)
+        if layers != len(names):
+            raise self.error(f"{len(names)} layer types for {layers} layers: need one a layer")
+        shared = self.find("num_kv_shared_layers") or 0  # the last ones, which read others' KV
+        return [_BLOCKS[name] for name in names[: layers - shared]] + ["none"] * shared
+
+    def _implied_blocks(self) -> list[str]:
+        layers = self.need(*_LAYERS)
+        if self.model == "falcon_h1":
+            return ["hybrid"] * layers
+        if self.find("attn_type_list"):
+            attention = [i for i, kind in enumerate(self.find("attn_type_list")) if kind]
+        elif self.model == "bamba":
+            attention = self.find("attn_layer_indices") or []
+        elif self.model == "jamba":
+            period, offset = self.need("attn_layer_period"), self.find("attn_layer_offset") or 0
+            attention = [i for i in range(layers) if i % period == offset]
+        elif self.find("linear_num_value_heads"):
+            interval = self.count("full_attention_interval") or 4
+            attention = list(range(interval - 1, layers, interval))
+        elif self.find(*_HEADS) is None:
+            attention = []
+        elif self.find(*_STATE_WIDTH):
+            raise self.error("its config lacks layer_types, one 'attention' or 'mamba' a layer")
+        else:
+            return self._implied_windows(layers)
+        return ["attention" if i in attention else "mamba" for i in range(layers)]
+
+    def _implied_windows(self, layers: int) -> list[str]:
+        is_on = self.find("use_sliding_window")
+        is_on = self.find("max_window_layers") is None if is_on is None else is_on
+        if not is_on or not self.find("sliding_window", "attention_chunk_size"):
+            return ["full_attention"] * layers
+        first = self.find("max_window_layers") or 0
+        every = self.count("sliding_window_pattern") or _GLOBAL_EVERY.get(self.model, layers + 1)
+        return [
+            "sliding_attention" if i >= first and (i + 1) % every else "full_attention"
+            for i in range(layers)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class _CacheReader:
+    """What layers keep on one rank, from their settings."""
+
+    kv_bytes: int
+    model_bytes: int
+    tp_size: int
+
+    def groups(self, settings: _Settings) -> tuple[LayerGroup, ...]:
+        members: dict[LayerGroup, list[int]] = {}
+        overrides = settings.find("per_layer_config") or {}
+        for layer, kind in enumerate(settings.block_kinds()):
+            own = replace(settings, values={**settings.values, **overrides.get(str(layer), {})})
+            for part in self._parts(own, kind):
+                members.setdefault(part, []).append(layer)
+        return tuple(replace(part, layers=tuple(layers)) for part, layers in members.items())
+
+    def _parts(self, layer: _Settings, kind: str) -> list[LayerGroup]:
+        parts = []
+        if kind in ("full", "sliding", "hybrid"):
+            parts.append(self._attention(layer, is_sliding=kind == "sliding"))
+        if kind in ("state", "hybrid"):
+            parts.append(LayerGroup("state", (), 0, self._state_bytes(layer)))
+        return parts or [LayerGroup("state", (), 0)]
+
+    def _attention(self, layer: _Settings, *, is_sliding: bool) -> LayerGroup:
+        heads = layer.need(*_HEADS)
+        self._share(layer, _HEADS[0], heads)
+        window = layer.need("sliding_window", "attention_chunk_size") if is_sliding else None
+        latent = layer.count("kv_lora_rank")
+        if latent:
+            width = latent + layer.need("qk_rope_head_dim")
+            return LayerGroup("latent", (), width * self.kv_bytes, 0, 1, width, window)
+        kv_heads = layer.count(*_KV_HEADS) or heads
+        if layer.find("multi_query") and not layer.find("new_decoder_architecture"):
+            kv_heads = 1  # Falcon-7B, GPTBigCode
+        head_dim = layer.count("head_dim", "attention_head_dim", "kv_channels")
+        if head_dim is None:
+            width = layer.need(*_HIDDEN) * (2 if layer.model.startswith("zamba") else 1)
+            head_dim, rest = divmod(width, heads)
+            if rest:
+                raise layer.error(f"its config lacks head_dim; {heads} heads do not divide {width}")
+        if not is_sliding:
+            head_dim = layer.count("global_head_dim") or head_dim
+            if layer.find("attention_k_eq_v"):
+                kv_heads = layer.count("num_global_key_value_heads") or kv_heads
+        if (layer.count("v_head_dim") or head_dim) != head_dim:
+            raise layer.error(f"v_head_dim is not head_dim ({head_dim}): use KVLayout.from_tensors")
+        if heads % kv_heads:
+            raise layer.error(f"{_KV_HEADS[0]} ({kv_heads}) must divide {heads} attention heads")
+        kv_heads = self._share(layer, _KV_HEADS[0], kv_heads, is_shared=True)
+        token_bytes = 2 * kv_heads * head_dim * self.kv_bytes
+        kind: Literal["sliding", "full"] = "sliding" if is_sliding else "full"
+        return LayerGroup(kind, (), token_bytes, 0, kv_heads, head_dim, window)
+
+    def _state_bytes(self, layer: _Settings) -> int:
+        """Bytes of convolution inputs and recurrent state of a Mamba or gated-delta layer."""
+        dtype = layer.find("mamba_ssm_dtype", "mamba_ssm_cache_dtype") or "float32"
+        if layer.find("linear_num_value_heads"):
+            channels, state = self._gated_delta(layer)
+            kernel = layer.need("linear_conv_kernel_dim")
+        elif layer.find(*_STATE_WIDTH):
+            channels, state = (self._mamba2 if layer.find(*_STATE_GROUPS) else self._mamba)(layer)
+            kernel = layer.need("mamba_d_conv", "conv_kernel")
+        else:
+            raise layer.error("a state layer of a kind not known here: use KVLayout.from_tensors")
+        return channels * kernel * self.model_bytes + state * _dtype_bytes(str(dtype))
+
+    def _gated_delta(self, layer: _Settings) -> tuple[int, int]:
+        """Convolved channels (Q, K and V) and elements of the state [v_heads, k_dim, v_dim]."""
+        names = ("linear_num_key_heads", "linear_num_value_heads")
+        k_heads, v_heads = (self._share(layer, name, layer.need(name)) for name in names)
+        k_dim, v_dim = layer.need("linear_key_head_dim"), layer.need("linear_value_head_dim")
+        return 2 * k_heads * k_dim + v_heads * v_dim, v_heads * k_dim * v_dim
+
+    def _mamba(self, layer: _Settings) -> tuple[int, int]:
+        """Channels, all convolved, and elements of the state [channels, state width]."""
+        channels = self._share(layer, "Mamba channels", _mamba_channels(layer))
+        return channels, channels * layer.need(*_STATE_WIDTH)
+
+    def _mamba2(self, layer: _Settings) -> tuple[int, int]:
+        """Convolved channels (X, B, C) and elements of the state [heads, head dim, state width]."""
+        heads = layer.need("mamba_n_heads", "n_mamba_heads", "mamba_num_heads", "num_heads")
+        dim = layer.count("mamba_head_dim") or _mamba_channels(layer) // heads
+        channels = self._share(layer, "Mamba heads", heads) * dim
+        groups = self._share(layer, "Mamba groups", layer.need(*_STATE_GROUPS), is_shared=True)
+        width = layer.need(*_STATE_WIDTH)
+        return channels + 2 * groups * width, channels * width
+
+    def _share(self, layer: _Settings, what: str, count: int, *, is_shared: bool = False) -> int:
+        """How many of them one rank has; `is_shared`: ranks may share one, each with a copy."""
+        if is_shared and count < self.tp_size and self.tp_size % count == 0:
+            return 1
+        if count % self.tp_size:
+            raise layer.error(f"tp_size {self.tp_size} does not divide {what} ({count})")
+        return count // self.tp_size
+
+
+def _mamba_channels(layer: _Settings) -> int:
+    is_hybrid = layer.find(*_HEADS) is not None  # then intermediate_size is the MLP's
+    channels = layer.count("mamba_d_ssm", *(() if is_hybrid else ("intermediate_size",)))
+    return channels or layer.need("mamba_expand", "expand") * layer.need(*_HIDDEN)
+
+
+def _read_config(config: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
+    if isinstance(config, Mapping):
+        return config
+    path = Path(config)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        content = json.loads(path.read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError("no object at its top")
+    except OSError as error:
+        why = error.strerror or "unreadable"
+        raise ConfigError(f"{path}: {why}; give a local config.json or its directory") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: not a model's config.json ({error})") from None
+    return content
+
+
+def _opaque_groups(layer_bytes: Sequence[int], page_tokens: int) -> tuple[LayerGroup, ...]:
+    groups = []
+    for size in dict.fromkeys(layer_bytes):
+        layers = tuple(i for i, other in enumerate(layer_bytes) if other == size)
+        token_bytes, rest = divmod(size, page_tokens)
+        full, state = LayerGroup("full", layers, token_bytes), LayerGroup("state", layers, 0, size)
+        groups.append(state if rest else full)
+    return tuple(groups)
+
+
+def _page_shape(tensor: Any) -> str:
+    """Shape of one page, and the order of its dimensions in memory if that differs."""
+    shape, strides = tuple(tensor.shape)[1:], tuple(tensor.stride())[1:]
+    order = sorted((d for d in range(len(shape)) if shape[d] > 1), key=lambda d: -strides[d])
+    expected = 1
+    for d in reversed(order):
+        if strides[d] != expected:
+            raise ConfigError(f"tensors: a page (shape {shape}) must be one contiguous run")
+        expected *= shape[d]
+    text = "x".join(map(str, shape))
+    return text if order == sorted(order) else f"{text}@{''.join(map(str, order))}"
+
+
+def _check_sizes(page_tokens: int, tp_rank: int = 0, tp_size: int = 1) -> None:
+    if type(page_tokens) is not int or page_tokens < 1:
+        raise ConfigError(f"page_tokens must be an integer of at least 1, not {page_tokens!r}")
+    if tp_size < 1 or not 0 <= tp_rank < tp_size:
+        raise ConfigError(f"tp_rank must lie in 0..tp_size-1, not be {tp_rank} of {tp_size}")
+
+
+def _dtype_bytes(name: str) -> int:
+    if name not in _DTYPE_BYTES:
+        raise ConfigError(f"dtype {name!r} is not one of {', '.join(_DTYPE_BYTES)}")
+    return _DTYPE_BYTES[name]
