@@ -1,0 +1,155 @@
+"""Making room: the emptiest segment's live pages are copied forward, its space is written again."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from tiered_kv.storage.base import PageBuffer
+from tiered_kv.storage.disk.direct_io import BLOCK_BYTES, aligned_buffer
+from tiered_kv.storage.disk.extent import Record, checksum_of
+from tiered_kv.storage.disk.geometry import Geometry
+from tiered_kv.storage.disk.log import EXTENT_BYTES, SegmentLog
+from tiered_kv.storage.disk.records import LOST, Records
+from tiered_kv.storage.disk.runs import plan_runs
+from tiered_kv.storage.disk.segment import SegmentFiles
+
+_log = logging.getLogger(__name__)
+
+
+class Compaction:
+    """Reclaims segments. Runs under the tier's write lock, beside readers.
+
+    Invariant, at every commit: at least one segment holds nothing that the catalog names.
+    Compaction fills it with what is live in the emptiest segment, commits, and that one becomes the
+    empty one. It always gains a page's place, because the tier never holds more than
+    `Geometry.capacity_pages`.
+
+    Attributes:
+        dropped_pages: records found damaged while they were to be copied, and given up.
+    """
+
+    def __init__(
+        self,
+        log: SegmentLog,
+        files: SegmentFiles,
+        records: Records,
+        geometry: Geometry,
+        commit: Callable[[], None],
+    ) -> None:
+        """`commit` makes every change that is true in memory durable in the catalog."""
+        self._log = log
+        self._files = files
+        self._records = records
+        self._stride = geometry.stride_bytes
+        self._page_bytes = geometry.page_bytes
+        self._commit = commit
+        self._buffer: PageBuffer | None = None
+        self.dropped_pages = 0
+
+    def make_room(self) -> None:
+        """Block until the log has a place for a page, compacting as often as that takes.
+
+        Raises:
+            OSError: the medium failed or has no space for a segment file.
+            TierIOError: the catalog could not be written.
+        """
+        while not self._log.places():
+            if len(self._log.free) < 2:
+                self._recycle_empty()
+            if len(self._log.free) >= 2:
+                self._log.fill_next()
+            elif self._log.sealed:
+                self.compact(min(self._log.sealed, key=self._records.live_pages))
+            else:
+                raise OSError(errno.ENOSPC, "no segment is left to fill")
+
+    def compact(self, victim: int) -> None:
+        """Copy what is live in a sealed segment forward, commit, and free the segment.
+
+        A record that no longer agrees with its checksum is dropped and logged. Readers of the
+        segment are waited for before it may be filled again.
+        """
+        self._log.drain()
+        live = self._records.in_segment(victim)
+        copied: list[tuple[int, Record]] = []
+        while live:
+            if not self._log.places():
+                self._log.fill_next()
+            count = min(self._log.places(), len(live))
+            copied += self._copy(live[:count])
+            live = live[count:]
+        for segment in {record.segment for _, record in copied}:
+            self._files.sync(segment)
+        for slot, record in copied:
+            self._records.move(slot, record)
+        self._commit()
+        self._free(victim)
+
+    def _recycle_empty(self) -> None:
+        empty = [s for s in self._log.sealed if not self._records.live_pages(s)]
+        if empty:
+            self._commit()  # until then the catalog may still name what lay there
+        for segment in empty:
+            self._free(segment)
+
+    def _free(self, segment: int) -> None:
+        self._records.wait_unread(segment)
+        self._log.sealed.remove(segment)
+        self._log.free.append(segment)
+
+    def _copy(self, live: Sequence[tuple[int, Record]]) -> list[tuple[int, Record]]:
+        if self._buffer is None:
+            self._buffer = aligned_buffer(BLOCK_BYTES + max(EXTENT_BYTES, self._stride))
+        self._fetch(live, self._buffer)
+        sound = []
+        for at, (slot, record) in enumerate(live):
+            start = BLOCK_BYTES + at * self._stride
+            if checksum_of(self._buffer[start : start + self._page_bytes]) == record.checksum:
+                sound.append(at)
+            else:
+                self._drop(slot, record)
+        if not sound:
+            return []
+        extent = self._log.claim([record for _, record in live])
+        placed = tuple(extent.records[at] for at in sound)
+        self._log.write_copy(replace(extent, records=placed), self._buffer)
+        return [(live[at][0], extent.records[at]) for at in sound]
+
+    def _fetch(self, live: Sequence[tuple[int, Record]], buffer: PageBuffer) -> None:
+        places = [
+            buffer[BLOCK_BYTES + at * self._stride :][: self._stride] for at in range(len(live))
+        ]
+        skipped = aligned_buffer(BLOCK_BYTES)
+        for run in plan_runs(enumerate([record for _, record in live]), self._stride):
+            vectors: list[PageBuffer] = []
+            end = run.offset
+            for at, record in run.wanted:
+                if record.offset > end:
+                    vectors.append(skipped)
+                vectors.append(places[at])
+                end = record.offset + self._stride
+            try:
+                self._files.read(run.segment, vectors, run.offset)
+            except OSError:
+                for at, record in run.wanted:
+                    self._fetch_one(record, places[at])
+
+    def _fetch_one(self, record: Record, place: PageBuffer) -> None:
+        try:
+            self._files.read(record.segment, [place], record.offset)
+        except OSError as error:
+            _log.warning("reading page %s for compaction: %s", record.key.hex()[:8], error)
+            place[:] = 0  # it will not agree with its checksum and is dropped
+
+    def _drop(self, slot: int, record: Record) -> None:
+        self.dropped_pages += 1
+        self._records.forget([slot], LOST)
+        _log.warning(
+            "page %s in %s at %d does not agree with its checksum and is dropped",
+            record.key.hex()[:8],
+            self._files.path(record.segment),
+            record.offset,
+        )

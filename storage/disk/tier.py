@@ -1,0 +1,317 @@
+"""DiskTier: pages in segment files on a local disk, found again after a restart."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tiered_kv.errors import StoreClosedError, TieredKVError, TierIOError
+from tiered_kv.keys import KEY_BYTES
+from tiered_kv.storage.base import CheckReport, Page, PageBuffer, SlotPool, Tier
+from tiered_kv.storage.disk.audit import Audit
+from tiered_kv.storage.disk.compaction import Compaction
+from tiered_kv.storage.disk.direct_io import probe_direct
+from tiered_kv.storage.disk.directory import StoreDirectory
+from tiered_kv.storage.disk.extent import Record
+from tiered_kv.storage.disk.log import SegmentLog
+from tiered_kv.storage.disk.reader import PageReader
+from tiered_kv.storage.disk.records import STORED, Records, StoredPage
+from tiered_kv.storage.disk.recovery import Recovered, recover
+from tiered_kv.storage.disk.segment import SegmentFiles
+
+_log = logging.getLogger(__name__)
+
+
+class DiskTier(Tier):
+    """A tier on disk. Open it with `DiskTier.open`; close it to let another process in.
+
+    A slot is a logical number: where its page lies is decided when it is written. `write` returns
+    when its pages are durable. `free` does no I/O: the record is dropped from the catalog with the
+    next write, or at `close`, and only then may its space be used again. After a crash in between
+    the page is found again, which is harmless: a key names its content.
+
+    Attributes:
+        recovered_pages: pages found when the store was opened.
+        was_rebuilt: the catalog was missing or damaged then, and was made anew from the segments.
+    """
+
+    name = "disk"
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path,
+        page_bytes: int,
+        capacity_bytes: int,
+        fingerprint: str,
+        io_threads: int = 4,
+    ) -> DiskTier:
+        """Open a store directory or make one; blocks, reads no payload unless the catalog is gone.
+
+        Args:
+            path: the directory; made with mode 0700 if missing. Nothing else may live in it.
+            page_bytes: bytes of a page; any number, a multiple of 4096 is fastest.
+            capacity_bytes: bound on all the directory takes on disk, as `du` counts it. May grow
+                from one opening to the next, not shrink.
+            fingerprint: of the page layout (`KVLayout.fingerprint`); must be what it was.
+            io_threads: reads under way at once.
+
+        Raises:
+            ConfigError: not writable, too small, in use, foreign, newer, a symlink. Nothing in it
+                was touched.
+            LayoutMismatchError: the directory holds pages of another layout.
+            TierIOError: the medium failed.
+        """
+        directory = StoreDirectory(Path(path), page_bytes, capacity_bytes, fingerprint)
+        try:
+            files = SegmentFiles(directory, probe_direct(directory.fd))
+            recovered = recover(directory, files)
+            directory.update_marker()
+            return cls(directory, files, recovered, io_threads)
+        except OSError as error:
+            directory.close()
+            if isinstance(error, TieredKVError):
+                raise
+            raise _failure(f"opening the disk store at {path}", error) from error
+        except BaseException:
+            directory.close()
+            raise
+
+    def __init__(
+        self, directory: StoreDirectory, files: SegmentFiles, recovered: Recovered, io_threads: int
+    ) -> None:
+        """Use `DiskTier.open`."""
+        geometry = directory.marker.geometry
+        self.page_bytes = geometry.page_bytes
+        self._geometry = geometry
+        self._directory = directory
+        self._files = files
+        self._catalog = recovered.catalog
+        self._slots = SlotPool(geometry.capacity_pages)
+        self._records = Records(geometry.capacity_pages, geometry.segments)
+        slots = self._slots.reserve(len(recovered.records))
+        assert slots is not None, "recovery keeps no more pages than fit"
+        for slot, record in zip(slots, recovered.records, strict=True):
+            self._records.put(slot, record, STORED)
+        self.recovered_pages = len(recovered.records)
+        self.was_rebuilt = recovered.was_rebuilt
+        store_id = directory.marker.store_id
+        self._log = SegmentLog(
+            files, self._records, geometry, store_id, recovered.epoch, recovered.generations
+        )
+        self._compaction = Compaction(self._log, files, self._records, geometry, self._commit)
+        self._reader = PageReader(
+            files, self._records, self.page_bytes, geometry.stride_bytes, max(1, io_threads)
+        )
+        self._slots_lock = threading.Lock()
+        self._write_lock = threading.Lock()
+        self._written_user_bytes = 0
+        self._is_closed = False
+
+    @property
+    def capacity_pages(self) -> int:
+        """How many pages fit, whatever the order of writes and frees."""
+        return self._geometry.capacity_pages
+
+    @property
+    def capacity_bytes(self) -> int:
+        """The configured bound; `disk_usage_bytes` never exceeds it."""
+        return self._geometry.capacity_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Payload bytes of reserved slots."""
+        with self._slots_lock:
+            return self._slots.used * self.page_bytes
+
+    @property
+    def disk_usage_bytes(self) -> int:
+        """What `du` counts now; looks at every file. Segments count in full when first used."""
+        return self._directory.disk_usage_bytes()
+
+    @property
+    def direct_io(self) -> bool:
+        """Whether I/O goes past the page cache (O_DIRECT)."""
+        return self._files.direct_io
+
+    @property
+    def bytes_read(self) -> int:
+        """Moved from the medium since opening, compaction and padding included."""
+        return self._files.bytes_read
+
+    @property
+    def bytes_written(self) -> int:
+        """Moved to segment files since opening, headers, padding and compaction included."""
+        return self._files.bytes_written
+
+    @property
+    def bytes_written_user(self) -> int:
+        """Payload of pages that `write` acknowledged since opening."""
+        return self._written_user_bytes
+
+    @property
+    def write_amplification(self) -> float:
+        """`bytes_written` over `bytes_written_user`; bounded as `docs/storage-format.md` says."""
+        user = self._written_user_bytes
+        return self.bytes_written / user if user else 1.0
+
+    def pages(self) -> Iterator[StoredPage]:
+        """Every stored page, oldest first: a parent before its children. A snapshot, no I/O."""
+        self._require_open()
+        for slot, record in self._records.stored():
+            yield StoredPage(record.key, record.parent, slot, record.sequence)
+
+    def reserve(self, n: int) -> list[int] | None:
+        self._require_open()
+        with self._slots_lock:
+            return self._slots.reserve(n)
+
+    def free(self, slots: Sequence[int]) -> None:
+        self._require_open()
+        with self._slots_lock:
+            self._slots.free(slots)
+            self._records.forget(slots)
+
+    def write(self, slots: Sequence[int], pages: Sequence[Page]) -> None:
+        """Store pages and wait until they are durable: data, fdatasync, then one catalog commit.
+
+        A slot that held a page loses it, also when this raises. One write runs at a time.
+
+        Raises:
+            TierIOError: the medium failed or is full (`errno`); the tier remains usable.
+            ValueError: a slot that is not reserved or named twice, or a page of another length.
+        """
+        with self._write_lock:
+            self._require_open()
+            self._validate_write(slots, pages)
+            self._records.forget(slots)
+            try:
+                self._append(slots, pages)
+                added = self._records.written(slots)
+                if len(added) != len(slots):
+                    raise OSError(errno.EIO, "a page came back damaged right after it was written")
+                self._commit(added)
+            except BaseException as error:
+                self._log.abandon()
+                self._records.forget(slots)
+                if isinstance(error, OSError) and not isinstance(error, TieredKVError):
+                    raise _failure(f"writing {len(slots)} pages", error) from error
+                raise
+            self._records.publish(slots)
+            self._written_user_bytes += len(slots) * self.page_bytes
+
+    def _append(self, slots: Sequence[int], pages: Sequence[Page]) -> None:
+        done = 0
+        while done < len(slots):
+            self._compaction.make_room()
+            upto = min(len(slots), done + self._log.places())
+            self._log.append(slots[done:upto], pages[done:upto])
+            done = upto
+        self._log.sync()
+
+    def _validate_write(self, slots: Sequence[int], pages: Sequence[Page]) -> None:
+        if len(slots) != len(pages) or len(set(slots)) != len(slots):
+            raise ValueError(
+                f"{len(pages)} pages for slots {list(slots)}: one distinct slot a page"
+            )
+        with self._slots_lock:
+            for slot in slots:
+                if not self._slots.is_taken(slot):
+                    raise ValueError(f"disk slot {slot} is not reserved")
+        for page in pages:
+            self._validate_buffer(page.data)
+            if len(page.key) != KEY_BYTES or len(page.parent or page.key) != KEY_BYTES:
+                raise ValueError(f"a page key has {KEY_BYTES} bytes, not {len(page.key)}")
+
+    def _validate_buffer(self, data: PageBuffer) -> None:
+        if data.nbytes != self.page_bytes or data.ndim != 1 or not data.flags.c_contiguous:
+            raise ValueError(
+                f"a page is one contiguous row of {self.page_bytes} bytes, not shape {data.shape}"
+            )
+
+    def read(self, slots: Sequence[int], into: Sequence[PageBuffer]) -> list[TieredKVError | None]:
+        """Fill one buffer a slot; blocks. Aligned buffers are filled without a copy."""
+        self._require_open()
+        if len(slots) != len(into):
+            raise ValueError(f"{len(into)} buffers for {len(slots)} slots")
+        for buffer in into:
+            self._validate_buffer(buffer)
+        return self._reader.read(slots, into)
+
+    def check(self, fix: bool = False) -> CheckReport:
+        """Verify every page, header and counter; reads the whole store. Only writers wait.
+
+        With `fix`, pages that cannot be had or whose parent is missing are dropped: their slots
+        stay reserved and read as `CorruptPageError` until they are freed.
+        """
+        with self._write_lock:
+            self._require_open()
+            self._commit()
+            store_id = self._directory.marker.store_id
+            audit = Audit(self._log, self._files, self._records, self._geometry, store_id)
+            audit.payloads(self._reader)
+            audit.headers()
+            audit.orphans()
+            with self._slots_lock:
+                audit.counters(self._slots.used)
+            audit.catalog(self._catalog)
+            usage = self.disk_usage_bytes
+            if usage > self.capacity_bytes:
+                audit.report.problems.append(
+                    f"{usage} bytes on disk of {self.capacity_bytes} allowed"
+                )
+            if fix and audit.report.problems:
+                try:
+                    audit.fix(self._compaction.compact, self._commit)
+                except OSError as error:
+                    if isinstance(error, TieredKVError):
+                        raise
+                    raise _failure("repairing the store", error) from error
+            return audit.report
+
+    def close(self) -> None:
+        """Commit what was freed, wait for reads under way, release the directory."""
+        with self._write_lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._records.close()
+            self._reader.close()
+            self._log.close()
+            try:
+                self._commit()
+            except TierIOError as error:  # freed pages will be found again: harmless
+                _log.warning("closing the disk store: %s", error)
+            finally:
+                self._catalog.close()
+                self._directory.close()
+
+    def _commit(self, added: Sequence[Record] = ()) -> None:
+        unsaved = self._records.take_unsaved()
+        if not (added or unsaved.moved or unsaved.deleted):
+            return
+        try:
+            self._catalog.commit(
+                moved=unsaved.moved,
+                deleted=unsaved.deleted,
+                added=added,
+                generations=self._log.generations,
+            )
+        except BaseException:
+            self._records.return_unsaved(unsaved)
+            raise
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise StoreClosedError("the disk tier is closed")
+
+
+def _failure(doing: str, error: OSError) -> TierIOError:
+    return TierIOError(
+        f"{doing} failed: {error.strerror or error}; the disk tier remains usable",
+        tier="disk",
+        errno=error.errno,
+    )
