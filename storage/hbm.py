@@ -68,7 +68,7 @@ class HbmTier(Tier):
             if self.device.type != "cpu" or n_bytes >= _STEP_BYTES:
                 steps.append((first, layer + 1))
                 first, n_bytes = layer + 1, 0
-        if n_bytes:
+        if first < len(layer_page_bytes):
             steps.append((first, len(layer_page_bytes)))
         return steps
 

@@ -75,11 +75,13 @@ class HostTier(Tier):
 
     def view(self, slot: int) -> PageBuffer:
         """The memory of a slot, zero-copy. Whoever reserved or pinned the slot may use it so long."""
-        return self._views[slot]
+        view: PageBuffer = self._views[slot]
+        return view
 
     def staging(self, i: int) -> PageBuffer:
         """The memory of staging slot i, 0 <= i < staging_pages. The caller sees to it that one uses it."""
-        return self._views[self._slots.capacity + i]
+        view: PageBuffer = self._views[self._slots.capacity + i]
+        return view
 
     def reserve(self, n: int) -> list[int] | None:
         with self._lock:

@@ -11,6 +11,7 @@ import ctypes
 import logging
 import mmap
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import torch
@@ -83,7 +84,7 @@ class Slab:
             )
 
     def _pin(self) -> None:
-        runtime = torch.cuda.cudart()
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         for at in range(0, self.n_bytes, _PIN_CHUNK):
             address = self.array.ctypes.data + at
             status = runtime.cudaHostRegister(address, min(_PIN_CHUNK, self.n_bytes - at), 0)
@@ -99,9 +100,10 @@ class Slab:
             self._pinned.append(address)
 
     def _unpin(self) -> None:
-        runtime = torch.cuda.cudart() if self._pinned else None
+        if not self._pinned:
+            return
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         for address in self._pinned:
-            assert runtime is not None
             runtime.cudaHostUnregister(address)
         self._pinned = []
 

@@ -45,6 +45,11 @@ class Move:
     after: int = -1
     leaves: bool = False
 
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the bytes are where they should be, or will be without this move."""
+        return self.source == self.target and self.source_slot == self.target_slot
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -79,6 +84,11 @@ class Plan:
     spare_slots: tuple[int, ...] = ()
     misses: tuple[tuple[str, int], ...] = ()
     not_stored: int = 0
+
+    @property
+    def is_put(self) -> bool:
+        """Whether it carries pages down rather than up."""
+        return not self.sources
 
     def moves(self) -> tuple[Move, ...]:
         """All moves, each after those it depends on."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from tiered_kv.index import Index, TierIndex
+from tiered_kv.index import Index, TierIndex, TierState
 from tiered_kv.keys import KeyChain, PageKey
 from tiered_kv.plan import DISK, HBM, HOST, LOAD_ALL, TIERS, Draft, Gate, Move, Plan
 from tiered_kv.room import Grant, Room, Slots
@@ -282,13 +282,14 @@ class Planner:
         path: list[int] = []
         page = self.index.parent_of[page] if page >= 0 else -1
         while page >= 0 and self._hbm is not None and self._hbm.is_resident(page):
-            if self._is_below_hbm(page):
+            if self.is_below_hbm(page):
                 break
             path.append(page)
             page = self.index.parent_of[page]
         return path[::-1]
 
-    def _is_below_hbm(self, page: int) -> bool:
+    def is_below_hbm(self, page: int) -> bool:
+        """Whether host or disk has a page, or awaits it."""
         return bool(self._host.state[page] or (self._disk is not None and self._disk.state[page]))
 
     def _writes(self, pages: list[int], draft: Draft) -> list[Move]:
@@ -321,24 +322,50 @@ class Planner:
 
     def arrived(self, move: Move) -> None:
         """The bytes of a move are in place and verified: the page counts from now on."""
-        tier = self.index.by_name.get(move.target)
-        if tier is not None and self._is_arriving(tier, move):
-            self.index.finish(tier, move.page)
+        if self.is_arriving(move):
+            self.index.finish(self.index.by_name[move.target], move.page)
 
     def failed(self, move: Move, reason: str = "failed") -> None:
         """A move was not made: its page does not count in the target, whose slot is free again."""
-        tier = self.index.by_name.get(move.target)
         if move.leaves:
             self._restore(move)
-        if tier is None or not self._is_arriving(tier, move):
+        if not self.is_arriving(move):
             return
+        tier = self.index.by_name[move.target]
         slot = self.index.abort(tier, move.page, reason)
         if not self._went_back(move):
             self.room.free(tier.name, [slot])
 
-    def _is_arriving(self, tier: TierIndex, move: Move) -> bool:
-        slot_is_its = tier.slot[move.page] == move.target_slot
-        return slot_is_its and tier.state[move.page] == 1
+    def is_arriving(self, move: Move) -> bool:
+        """Whether the target slot of a move is promised to its page (not so if it is a caller's own)."""
+        tier = self.index.by_name.get(move.target)
+        if tier is None or tier.slot[move.page] != move.target_slot:
+            return False
+        return tier.state[move.page] == TierState.ARRIVING
+
+    def is_possible(self, move: Move) -> bool:
+        """Whether, now that what it waited for is over, a move has its source and its target slot."""
+        if self._went_back(move):
+            return False
+        tier = self.index.by_name.get(move.source)
+        if tier is None:
+            return True
+        if tier.slot[move.page] == move.source_slot:
+            return tier.is_resident(move.page)
+        return move.source == HBM and move.target == HOST  # from a slot that was the caller's own
+
+    def durable(self, moves: Sequence[Move]) -> list[Move]:
+        """The writes that leave disk prefix-closed: their parents are there, or go before them."""
+        assert self._disk is not None
+        good: list[Move] = []
+        going: set[int] = {-1}
+        for move in moves:
+            parent = self.index.parent_of[move.page]
+            has_source = move.leaves or self.is_possible(move)
+            if has_source and (parent in going or self._disk.is_resident(parent)):
+                going.add(move.page)
+                good.append(move)
+        return good
 
     def _restore(self, move: Move) -> None:
         """A demotion failed: the page is back in the slot it was leaving.

@@ -66,15 +66,15 @@ class Room:
         victims = self._index.victims(tier, n - len(slots))
         return slots + [self._retake(tier, page) for page in victims]
 
-    def on_disk(self, n: int) -> list[int] | None:
-        """Exactly n disk slots, or None and nothing changed. What leaves is gone."""
-        tier = self._index.by_name[DISK]
-        missing = n - self.free_pages[DISK]
+    def exactly(self, name: str, n: int) -> list[int] | None:
+        """Exactly n slots of HBM or disk, or None and nothing changed. What leaves is dropped."""
+        tier = self._index.by_name[name]
+        missing = n - self.free_pages[name]
         victims = self._index.victims(tier, missing) if missing > 0 else []
         if len(victims) < missing:
             return None
-        self.free(DISK, [self._index.evict(tier, page) for page in victims])
-        return self.reserve_free(DISK, n)
+        self.free(name, [self._index.evict(tier, page) for page in victims])
+        return self.reserve_free(name, n)
 
     def on_host(self, n: int, draft: Draft) -> list[Grant]:
         """Up to n host slots; adds to the draft the demotions that free them."""
@@ -136,7 +136,7 @@ class Room:
             return None  # an ancestor is in HBM alone, or a hole: nothing below it can be made durable
         for page in held:
             index.pin(disk, page)
-        slots = self.on_disk(len(order))
+        slots = self.exactly(DISK, len(order))
         for page in held:
             index.unpin(disk, page)
         return None if slots is None else dict(zip(order, slots, strict=True))

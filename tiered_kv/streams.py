@@ -1,0 +1,185 @@
+"""Copy streams and events: CUDA streams, or threads that behave like them.
+
+A stream is a worker that does what it is given, one thing after another, while its caller goes on. An
+event fires once. The two together say everything about order: a copy that must not start before a page
+has been written waits for the writer's event, and one that overwrites a page waits for its readers'.
+`ThreadStream` needs no GPU, so that the asynchrony is real in every test.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+Work = Callable[[], None]
+
+
+class Event:
+    """Fires once. Any number of threads may wait for it, before and after."""
+
+    __slots__ = ("_callbacks", "_fired", "_lock")
+
+    def __init__(self) -> None:
+        self._fired = threading.Event()
+        self._lock = threading.Lock()
+        self._callbacks: list[Work] = []
+
+    @property
+    def is_fired(self) -> bool:
+        """Whether it has fired."""
+        return self._fired.is_set()
+
+    def fire(self) -> None:
+        """Release all who wait; run the callbacks here, in this thread. Twice is harmless."""
+        with self._lock:
+            self._fired.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until it fires; False if the time ran out first."""
+        return self._fired.wait(timeout_s)
+
+    def on_fire(self, callback: Work) -> None:
+        """Call back when it fires, in the thread that fires it; at once if it has."""
+        with self._lock:
+            if not self._fired.is_set():
+                self._callbacks.append(callback)
+                return
+        callback()
+
+
+def when_all(events: Sequence[Event], then: Work) -> None:
+    """Call `then` once all events have fired, in the thread that fires the last; at once if all have."""
+    pending = [event for event in events if not event.is_fired]
+    left = len(pending)
+    if left == 0:
+        then()
+        return
+    lock = threading.Lock()
+
+    def one_less() -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            is_last = left == 0
+        if is_last:
+            then()
+
+    for event in pending:
+        event.on_fire(one_less)
+
+
+class Stream:
+    """One worker thread with a queue: first in, first out among work that waits for nothing.
+
+    Work that names events is queued when the last of them fires, so that nothing behind it is held up and
+    no two streams can wait for each other.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name=f"tiered-kv-{name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Work, after: Sequence[Event] = ()) -> Event:
+        """Do `work` on the stream once all events have fired; returns at once.
+
+        The event returned fires when the work has been done *and* what it enqueued on the device is
+        through. `work` must not raise: what fails is its own to report.
+        """
+        done = Event()
+
+        def run() -> None:
+            try:
+                with self._context():
+                    work()
+                self._drain()
+            finally:
+                done.fire()
+
+        when_all(after, lambda: self._queue.put(run))
+        return done
+
+    def record(self) -> Event:
+        """An event that fires when all work queued so far has been done."""
+        return self.submit(lambda: None)
+
+    def synchronize(self) -> None:
+        """Block until all work queued so far has been done."""
+        self.record().wait()
+
+    def close(self) -> None:
+        """Finish what is queued and end the worker."""
+        self._queue.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def mark(self) -> Any:
+        """Called by work on the stream: a device event for what it has enqueued so far, or None."""
+        return None
+
+    def _serve(self) -> None:
+        while (run := self._queue.get()) is not None:
+            run()
+
+    def _context(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def _drain(self) -> None:
+        """Block until the device is through with what the work enqueued."""
+
+
+class ThreadStream(Stream):
+    """A stream on a machine without CUDA: the worker thread itself does the copying."""
+
+
+class CudaStream(Stream):
+    """A CUDA stream fed by a worker thread, which also waits for it: the caller never blocks."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self._device = device
+        self._cuda = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        super().__init__(name)
+
+    def mark(self) -> Any:
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._cuda)
+        return event
+
+    def _context(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._cuda)
+
+    def _drain(self) -> None:
+        self._cuda.synchronize()
+
+
+def open_stream(name: str, device: torch.device) -> Stream:
+    """The stream that fits a device."""
+    return CudaStream(name, device) if device.type == "cuda" else ThreadStream(name)
+
+
+def caller_event(device: torch.device, after: Event | Any | None) -> tuple[list[Event], Any]:
+    """What a copy must wait for so as not to race its caller: (events of ours, CUDA event or None).
+
+    Args:
+        device: where the pages are.
+        after: an `Event`, a torch.cuda.Event, or None: on a GPU all work the caller has queued on its
+            current stream so far, on a CPU nothing, for there its work has been done.
+    """
+    if isinstance(after, Event):
+        return [after], None
+    if after is not None:
+        return [], after
+    if device.type != "cuda":
+        return [], None
+    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return [], event
