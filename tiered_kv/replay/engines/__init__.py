@@ -1,0 +1,1 @@
+"""What answers the requests of a replay: `timed` computes by a clock, `hf` with a real model."""

@@ -1,0 +1,95 @@
+"""What a replay is told: the store's settings, and what to replay on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import ByteSize, Field, model_validator
+
+from tiered_kv.config import Size, StoreConfig
+from tiered_kv.replay.conversations import Kind
+from tiered_kv.replay.traces import MOONCAKE_BLOCK_TOKENS
+
+EngineName = Literal["timed", "hf"]
+
+DEFAULT_PAGE_BYTES = 64 * 1024
+DEFAULT_PREFILL_TOKENS_PER_S = 8000.0
+
+
+class ReplaySettings(StoreConfig):
+    """Replay multi-turn conversations or a recorded trace through a store, with real bytes."""
+
+    hbm: Size = Field(
+        default=ByteSize(64 << 20),
+        description="GPU memory for hot pages (host memory where there is no GPU)",
+    )
+    host: Size = Field(default=ByteSize(256 << 20), description="pinned host memory for warm pages")
+    prefill_tokens_per_s: float | None = Field(
+        None,
+        gt=0,
+        description="engine timed: how fast the engine that is stood in for computes a prompt "
+        f"(default {DEFAULT_PREFILL_TOKENS_PER_S:.0f}); nothing is left unloaded because of it",
+    )
+    decode_tokens_per_s: float = Field(
+        40.0, gt=0, description="engine timed: how fast it computes an answer"
+    )
+    engine: EngineName = Field(
+        "timed", description="timed: no model, a clock computes; hf: a transformers model"
+    )
+    model: str = Field(
+        "tiny-qwen3",
+        description="engine hf: tiny-qwen3 or micro-qwen3 (random weights), a directory, a hub id",
+    )
+    dtype: str = Field("float32", description="engine hf: type of the model's weights and KV")
+    trace: Path | None = Field(
+        None,
+        description="file to replay: a Mooncake-schema JSONL trace, or ShareGPT or OpenAI-messages "
+        "JSON or JSONL; none: conversations are generated",
+    )
+    trace_block_tokens: int = Field(
+        MOONCAKE_BLOCK_TOKENS, ge=1, description="tokens a block of the trace"
+    )
+    limit: int | None = Field(None, ge=1, description="stop after so many requests")
+    conversations: int = Field(6, ge=1, description="generated: how many run interleaved")
+    turns: int = Field(6, ge=1, description="generated: turns of each conversation")
+    draw_turns: bool = Field(
+        False, description="generated: draw the turns of each (lognormal, --turns is the median)"
+    )
+    kind: Kind = Field("sessions", description="generated: like coding sessions, or like a chat")
+    context_tokens: int = Field(
+        3200, ge=1, description="generated: length of a conversation's last prompt"
+    )
+    system_tokens: int = Field(
+        256, ge=0, description="generated: leading tokens that all conversations share"
+    )
+    reply_tokens: int = Field(
+        16, ge=1, description="tokens of an answer (for a trace and engine hf: at most)"
+    )
+    seed: int = Field(0, ge=0, description="of the conversations, and of a random model's weights")
+    page_tokens: int = Field(
+        64, ge=1, description="tokens a page (with a Mooncake trace and engine timed: its blocks')"
+    )
+    page_bytes: Size | None = Field(
+        None, description="engine timed: bytes a page (default 64KiB); engine hf: the model says"
+    )
+
+    @model_validator(mode="after")
+    def _fits_its_engine(self) -> ReplaySettings:
+        if self.engine == "hf" and self.page_bytes is not None:
+            raise ValueError(
+                "page_bytes is for engine timed: with engine hf the model and page_tokens set it"
+            )
+        if self.system_tokens >= self.context_tokens:
+            raise ValueError(
+                f"system_tokens={self.system_tokens} must be less than "
+                f"context_tokens={self.context_tokens}"
+            )
+        return self
+
+    def store_config(self, model_name: str) -> StoreConfig:
+        """The store's part. Speed gates no load, so that decisions repeat on any machine."""
+        values = {name: getattr(self, name) for name in StoreConfig.model_fields}
+        values["prefill_tokens_per_s"] = None
+        values["model_name"] = self.model_name or model_name
+        return StoreConfig.parse(**values)
