@@ -1,7 +1,7 @@
 """The contract of a tier, in words: a place with slots for pages.
 
-A tier moves bytes and decides nothing. Which page lives where, what is pinned and who gives way is the
-index's business (`tiered_kv.index`); the tier is told slots and does as it is told.
+A tier moves bytes and decides nothing. Which page lives where, what is pinned and who gives way is
+the index's business (`tiered_kv.index`); the tier is told slots and does as it is told.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class CheckReport:
 class Tier(ABC):
     """A place with slots for pages. Safe to call from several threads.
 
-    A slot is reserved before it is written and freed by whoever reserved it. No slot may be freed or
-    written while a read of it is under way: the index pins it.
+    A slot is reserved before it is written and freed by whoever reserved it. No slot may be freed
+    or written while a read of it is under way: the index pins it.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Tier(ABC):
 
     @abstractmethod
     def reserve(self, n: int) -> list[int] | None:
-        """Take n slots, lowest first, or None (and none taken) if fewer are free. Does not block."""
+        """Take n slots, lowest first, or None and none taken if fewer are free; does not block."""
 
     @abstractmethod
     def free(self, slots: Sequence[int]) -> None:
@@ -95,17 +95,16 @@ class Tier(ABC):
         """
 
     @abstractmethod
-    def read(
-        self, slots: Sequence[int], into: Sequence[PageBuffer]
-    ) -> list[TieredKVError | None]:
+    def read(self, slots: Sequence[int], into: Sequence[PageBuffer]) -> list[TieredKVError | None]:
         """Fill one buffer a slot; blocks. Returns, for each page, None or why it could not be had.
 
-        A page that cannot be read or verified spoils only itself; what its buffer then holds is undefined.
+        A page that cannot be read or verified spoils only itself; what its buffer then holds is
+        undefined.
         """
 
     @abstractmethod
     def check(self, fix: bool = False) -> CheckReport:
-        """Verify all that can be verified; with `fix`, drop what is wrong. Slow: reads every page."""
+        """Verify all that can be; with `fix`, drop what is wrong. Slow: reads every page."""
 
     @abstractmethod
     def close(self) -> None:
@@ -132,8 +131,7 @@ class SlotPool:
         """The n lowest free slots, or None and nothing taken."""
         if n < 0 or self.capacity - self.used < n:
             return None
-        slots = [self._take_one() for _ in range(n)]
-        return slots
+        return [self._take_one() for _ in range(n)]
 
     def _take_one(self) -> int:
         if self._returned:
@@ -162,7 +160,7 @@ class SlotPool:
         self._taken[slot] = 1
 
     def free(self, slots: Sequence[int]) -> None:
-        """Give slots back; raises ValueError, having freed none, if one is not taken or named twice."""
+        """Give slots back; ValueError, and none freed, if one is not taken or named twice."""
         if len(set(slots)) != len(slots):
             raise ValueError("a slot is named twice in one free()")
         for slot in slots:

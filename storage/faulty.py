@@ -45,9 +45,7 @@ class WrappedTier(Tier):
     def write(self, slots: Sequence[int], pages: Sequence[Page]) -> None:
         self.inner.write(slots, pages)
 
-    def read(
-        self, slots: Sequence[int], into: Sequence[PageBuffer]
-    ) -> list[TieredKVError | None]:
+    def read(self, slots: Sequence[int], into: Sequence[PageBuffer]) -> list[TieredKVError | None]:
         return self.inner.read(slots, into)
 
     def check(self, fix: bool = False) -> CheckReport:
@@ -77,9 +75,7 @@ class LatencyTier(WrappedTier):
         self._pass()
         self.inner.write(slots, pages)
 
-    def read(
-        self, slots: Sequence[int], into: Sequence[PageBuffer]
-    ) -> list[TieredKVError | None]:
+    def read(self, slots: Sequence[int], into: Sequence[PageBuffer]) -> list[TieredKVError | None]:
         self._pass()
         return self.inner.read(slots, into)
 
@@ -94,7 +90,8 @@ class FaultyTier(WrappedTier):
     """Fails on command.
 
     Attributes:
-        fail_write: asked before a batch is written; True makes it fail with ENOSPC, nothing written.
+        fail_write: asked before a batch is written; True makes it fail with ENOSPC, nothing
+        written.
         fail_read: asked for each slot; True makes that page a TierIOError.
         flip: asked for each slot; True flips a bit of what was read and reports it as a tier that
             verifies would.
@@ -111,9 +108,7 @@ class FaultyTier(WrappedTier):
             raise TierIOError("no space left (injected)", tier=self.name, errno=errno.ENOSPC)
         self.inner.write(slots, pages)
 
-    def read(
-        self, slots: Sequence[int], into: Sequence[PageBuffer]
-    ) -> list[TieredKVError | None]:
+    def read(self, slots: Sequence[int], into: Sequence[PageBuffer]) -> list[TieredKVError | None]:
         outcome = self.inner.read(slots, into)
         for at, slot in enumerate(slots):
             if self.fail_read(slot):
@@ -136,9 +131,7 @@ class CountingTier(WrappedTier):
         self._count("write", len(slots))
         self.inner.write(slots, pages)
 
-    def read(
-        self, slots: Sequence[int], into: Sequence[PageBuffer]
-    ) -> list[TieredKVError | None]:
+    def read(self, slots: Sequence[int], into: Sequence[PageBuffer]) -> list[TieredKVError | None]:
         self._count("read", len(slots))
         return self.inner.read(slots, into)
 

@@ -1,7 +1,7 @@
-"""The HBM tier: hot pages in a pool of GPU memory, laid out layer first as attention kernels read it.
+"""The HBM tier: hot pages in GPU memory, laid out layer first as attention kernels read it.
 
-Layers of equal size that follow one another form a *run*, one tensor ``[layers, pages, layer bytes]``. On a
-machine without CUDA the pool is host memory, and everything else is the same code.
+Layers of equal size that follow one another form a *run*, one tensor ``[layers, pages, layer
+bytes]``. On a machine without CUDA the pool is host memory, and everything else is the same code.
 """
 
 from __future__ import annotations
@@ -102,13 +102,12 @@ class HbmTier(Tier):
     ) -> None:
         """Scatter layers [first, last) of host pages into slots.
 
-        On a GPU it only enqueues the copies on the current stream: the pages must stay until it is through.
+        On a GPU it only enqueues the copies on the current stream: the pages must stay until it is
+        through.
         """
         scatter_pages(self.runs, slots, pages, first, last)
 
-    def read(
-        self, slots: Sequence[int], into: Sequence[PageBuffer]
-    ) -> list[TieredKVError | None]:
+    def read(self, slots: Sequence[int], into: Sequence[PageBuffer]) -> list[TieredKVError | None]:
         """Gather slots into host pages; returns when the bytes are there."""
         gather_pages(self.runs, slots, into)
         self._synchronize()

@@ -1,7 +1,7 @@
 """The host tier: warm pages in one slab of (pinned) host memory.
 
-A slot is a whole page, its layers one after the other, and starts on a 4 KiB boundary, so that disk reads
-land in it directly and a copy to the GPU is one piece a layer.
+A slot is a whole page, its layers one after the other, and starts on a 4 KiB boundary, so that disk
+reads land in it directly and a copy to the GPU is one piece a layer.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ class HostTier(Tier):
         return self._slots.used * self._stride
 
     def view(self, slot: int) -> PageBuffer:
-        """The memory of a slot, zero-copy. Whoever reserved or pinned the slot may use it so long."""
+        """The memory of a slot, zero-copy, for as long as the slot is reserved or pinned."""
         view: PageBuffer = self._views[slot]
         return view
 
     def staging(self, i: int) -> PageBuffer:
-        """The memory of staging slot i, 0 <= i < staging_pages. The caller sees to it that one uses it."""
+        """The memory of staging slot i < staging_pages; the caller sees that one uses it."""
         view: PageBuffer = self._views[self._slots.capacity + i]
         return view
 
@@ -95,9 +95,7 @@ class HostTier(Tier):
         for slot, page in zip(slots, pages, strict=True):
             self._views[slot][:] = page.data
 
-    def read(
-        self, slots: Sequence[int], into: Sequence[PageBuffer]
-    ) -> list[TieredKVError | None]:
+    def read(self, slots: Sequence[int], into: Sequence[PageBuffer]) -> list[TieredKVError | None]:
         for slot, buffer in zip(slots, into, strict=True):
             buffer[:] = self._views[slot]
         return [None] * len(slots)

@@ -47,9 +47,7 @@ class MemoryTier(Tier):
             for slot, page in zip(slots, pages, strict=True):
                 self._pages[slot] = page.data.tobytes()
 
-    def read(
-        self, slots: Sequence[int], into: Sequence[PageBuffer]
-    ) -> list[TieredKVError | None]:
+    def read(self, slots: Sequence[int], into: Sequence[PageBuffer]) -> list[TieredKVError | None]:
         with self._lock:
             return [self._read(slot, buffer) for slot, buffer in zip(slots, into, strict=True)]
 

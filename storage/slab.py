@@ -1,8 +1,9 @@
 """A slab: page-aligned host memory that one owner cuts into slots.
 
-A private anonymous mapping with huge pages, because Python's own default (`mmap.mmap(-1, n)`) is a shared
-one, which gets none: first touch 6.0 against 0.9 GB/s and gathers 1.3-1.7 times slower (2-core Zen3 VM,
-2026-11). It is touched at once, in parallel, so that no copy pays for page faults later.
+A private anonymous mapping with huge pages, because Python's own default (`mmap.mmap(-1, n)`) is a
+shared one, which gets none: first touch 6.0 against 0.9 GB/s and gathers 1.3-1.7 times slower
+(2-core Zen3 VM, 2026-11). It is touched at once, in parallel, so that no copy pays for page faults
+later.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class Slab:
         try:
             self._map = mmap.mmap(-1, self.n_bytes, flags=flags)
         except (OSError, ValueError, OverflowError) as error:
-            raise CapacityError(f"no {n_bytes:,} bytes of host memory to be had: {error}") from error
+            raise CapacityError(
+                f"no {n_bytes:,} bytes of host memory to be had: {error}"
+            ) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._advise_huge_pages()
         self.array: PageBuffer = np.frombuffer(self._map, dtype=np.uint8)
@@ -114,4 +117,4 @@ class Slab:
         try:
             self._map.close()
         except BufferError:
-            _log.debug("views of a closed slab are still held; its memory goes with the last of them")
+            _log.debug("views of a closed slab are still held; its memory goes with them")

@@ -25,7 +25,8 @@ class StoreStats:
         put_pages: pages given to `put`.
         not_stored_pages: of those, pages that found no room on host.
         resident_pages: pages in each tier now.
-        load_s_per_page: running cost of bringing a page from each tier, in seconds; what the gate uses.
+        load_s_per_page: running cost of bringing a page from each tier, in seconds; what the gate
+        uses.
     """
 
     hit_pages: dict[str, int]

@@ -3,14 +3,15 @@
 ::
 
     TieredKVError
-    +- ConfigError(ValueError)    an unknown or impossible setting, or a store directory that is not ours to open
-    +- CapacityError              room cannot be made without evicting pinned pages
-    +- LayoutMismatchError        the page geometry differs from the store's
-    +- CorruptPageError           a checksum or format that does not agree; carries key, tier and path
-    +- TierIOError(OSError)       the medium failed; carries tier and errno
-    +- StoreClosedError           the store was used after close()
+    +- ConfigError(ValueError)    an unknown or impossible setting, or a store directory that is not
+    ours to open +- CapacityError              room cannot be made without evicting pinned pages +-
+    LayoutMismatchError        the page geometry differs from the store's +- CorruptPageError
+    a checksum or format that does not agree; carries key, tier and path +- TierIOError(OSError)
+    the medium failed; carries tier and errno +- StoreClosedError           the store was used after
+    close()
 
-A missing page is not an error: it is a value (`PageState.MISS`). A broken page is a miss plus a counter.
+A missing page is not an error: it is a value (`PageState.MISS`). A broken page is a miss plus a
+counter.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class TieredKVError(Exception):
 
 
 class ConfigError(TieredKVError, ValueError):
-    """A setting that is unknown or impossible; the message names it and says what would be right."""
+    """A setting is unknown or impossible; the message names it and what would be right."""
 
 
 class CapacityError(TieredKVError):

@@ -28,7 +28,7 @@ class HbmPages:
 
     @property
     def layers(self) -> list[torch.Tensor]:
-        """One uint8 tensor ``[capacity_pages, layer bytes of a page]`` a layer: views of the pool."""
+        """A uint8 tensor ``[capacity_pages, layer bytes of a page]`` a layer: views of the pool."""
         return self._tier.layers
 
     @property
@@ -42,7 +42,7 @@ class HbmPages:
         return self._tier.device
 
     def allocate(self, n: int) -> list[int] | None:
-        """Take n slots to fill, evicting cached pages; None, and nothing evicted, if that is not enough.
+        """Take n slots to fill, evicting cached pages; None, and nothing evicted, if too few.
 
         Does not block. What the slots hold is undefined.
         """
@@ -55,8 +55,8 @@ class HbmPages:
         """Give allocated slots back that were not put.
 
         Args:
-            after: an event of their last user; they are not reused before it fires. Default: on a GPU all
-                work queued on the current stream so far.
+            after: an event of their last user; they are not reused before it fires. Default: on a
+                GPU all work queued on the current stream so far.
 
         Raises:
             ValueError: a slot that is not the caller's.

@@ -1,12 +1,12 @@
 """Where each page is, in which state, how often it is pinned, and what hangs from it.
 
-Pure decisions' memory: no bytes, no I/O, no torch. Pages are small integers into flat arrays, so that a
-million of them cost about 240 bytes each. Not locked: the store that owns it is.
+Pure decisions' memory: no bytes, no I/O, no torch. Pages are small integers into flat arrays, so
+that a million of them cost about 240 bytes each. Not locked: the store that owns it is.
 
 The tree is *prefix-closed*: a page is known only while its parent is, and gives way only after its
-children. One exception, and only by damage: a page whose last copy was found corrupt stays as an empty
-node (a **hole**) while it has children. Its children cannot hit, because a match stops at the hole; as
-soon as the page is computed and put again they can, for a key stands for its whole prefix.
+children. One exception, and only by damage: a page whose last copy was found corrupt stays as an
+empty node (a **hole**) while it has children. Its children cannot hit, because a match stops at the
+hole; as soon as the page is computed and put again they can, for a key stands for its whole prefix.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from enum import IntEnum
 from tiered_kv.keys import PageKey
 from tiered_kv.policy import Policy, make
 
-GHOST_PAGES = 65_536  # how many departed keys are remembered, to say "evicted" rather than "never stored"
+GHOST_PAGES = 65_536  # departed keys remembered, to say "evicted" rather than "never stored"
 
 
 class TierState(IntEnum):
@@ -42,9 +42,19 @@ class Hints:
 
 
 class TierIndex:
-    """One tier's share of the index: state, slot, pins and children by page. Also the policy's `Tree`."""
+    """One tier's share of the index: state, slot, pins, children by page; the policy's `Tree`."""
 
-    __slots__ = ("_index", "children", "doomed", "name", "pins", "policy", "resident", "slot", "state")
+    __slots__ = (
+        "_index",
+        "children",
+        "doomed",
+        "name",
+        "pins",
+        "policy",
+        "resident",
+        "slot",
+        "state",
+    )
 
     def __init__(self, name: str, policy: str, index: Index) -> None:
         self.name = name
@@ -82,10 +92,10 @@ class TierIndex:
 
 
 class _Guard:
-    """Says which pages a tier may not give up; remembers what it let go, so that it can be asked in turn.
+    """Says which pages a tier may not give up, asked in turn: it remembers what it let go.
 
-    A page that lives nowhere else must not leave while a child of it lives elsewhere: the child would be
-    orphaned. Letting a child go that lives elsewhere too adds to that.
+    A page that lives nowhere else must not leave while a child of it lives elsewhere: the child
+    would be orphaned. Letting a child go that lives elsewhere too adds to that.
     """
 
     def __init__(self, index: Index, tier: TierIndex, only_copies_may_go: bool) -> None:
@@ -159,7 +169,7 @@ class Index:
         return any(tier.state[page] for tier in self.tiers if tier is not besides)
 
     def match(self, keys: Sequence[PageKey]) -> list[int]:
-        """Pages of the longest prefix of which every one is in some tier or arriving. Changes nothing."""
+        """Pages of the longest prefix that is in some tier, or arriving; changes nothing."""
         pages: list[int] = []
         find = self._ids.get
         for key in keys:
@@ -213,9 +223,10 @@ class Index:
     # -- change ------------------------------------------------------------------------------------
 
     def add(self, keys: Sequence[PageKey], parent: int) -> list[int]:
-        """Pages for consecutive keys, the unknown ones made new; the first hangs from `parent` (-1: none).
+        """Pages for consecutive keys, made where unknown; the first hangs from `parent` or -1.
 
-        A new page is nowhere yet: begin() it in a tier, or forget() it, before anything else is decided.
+        A new page is nowhere yet: begin() it in a tier, or forget() it, before anything else is
+        decided.
         """
         pages: list[int] = []
         for key in keys:

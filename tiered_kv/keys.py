@@ -1,10 +1,10 @@
 """Page keys: chained SHA-256 over token ids.
 
-A key names a page *and its whole prefix*: ``key_i = SHA-256(key_{i-1} || token bytes || extras)``, and the
-first parent is the hash of a `Namespace`. Two pages share a key only if model, layout, dtype, tenant,
-adapter and every token before them are the same, in any process and after any restart: nothing here
-depends on ``PYTHONHASHSEED``. SHA-256 rather than a faster hash, because a crafted collision would let one
-tenant read another's KV; it costs 1.6 us a 64-token page.
+A key names a page *and its whole prefix*: ``key_i = SHA-256(key_{i-1} || token bytes || extras)``,
+and the first parent is the hash of a `Namespace`. Two pages share a key only if model, layout,
+dtype, tenant, adapter and every token before them are the same, in any process and after any
+restart: nothing here depends on ``PYTHONHASHSEED``. SHA-256 rather than a faster hash, because a
+crafted collision would let one tenant read another's KV; it costs 1.6 us a 64-token page.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Namespace:
 class Multimodal:
     """An image or sound whose placeholder tokens stand at [start, start + length) of the prompt.
 
-    Its content hash enters the key of every page it touches, because placeholder ids are the same for
-    every image.
+    Its content hash enters the key of every page it touches, because placeholder ids are the same
+    for every image.
     """
 
     start: int
@@ -74,8 +74,8 @@ class Multimodal:
 class KeyChain(Sequence[PageKey]):
     """Keys of consecutive pages, and the key before the first: what a batch call takes.
 
-    A slice ``chain[a:b]`` is again a chain and knows its parent, so that a store can be given the tail
-    of a conversation without being told where it hangs.
+    A slice ``chain[a:b]`` is again a chain and knows its parent, so that a store can be given the
+    tail of a conversation without being told where it hangs.
 
     Args:
         keys: keys of consecutive pages, in order.
@@ -121,7 +121,7 @@ class KeyChain(Sequence[PageKey]):
 
 
 def as_token_array(token_ids: Any) -> np.ndarray[Any, np.dtype[np.uint32]]:
-    """Token ids as little-endian uint32, from a list, a numpy array or a torch tensor of one dimension.
+    """Token ids as little-endian uint32, from a list, numpy array or torch tensor.
 
     Raises:
         ValueError: more than one dimension, not integers, or an id outside [0, 2**32).

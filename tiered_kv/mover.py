@@ -1,8 +1,8 @@
 """Mover: carries out plans with bytes, on streams.
 
-Each move waits for what it depends on and for nothing else: a load for the demotion that frees its slot, a
-fill for its load, a copy of a page that another transfer is bringing for that transfer. Work is queued when
-the last of these has happened, so no stream ever holds up another.
+Each move waits for what it depends on and for nothing else: a load for the demotion that frees its
+slot, a fill for its load, a copy of a page that another transfer is bringing for that transfer.
+Work is queued when the last of these has happened, so no stream ever holds up another.
 
     demote, write   one group commit after another on the write stream
     load            batches on the load stream; the disk tier reads each with its own threads
@@ -72,9 +72,7 @@ class Mover:
         self.load_stream = open_stream("load", cpu)
         self.write_stream = open_stream("write", cpu)
 
-    def after(
-        self, ready: Sequence[Event], device_event: Any, then: Callable[[], None]
-    ) -> None:
+    def after(self, ready: Sequence[Event], device_event: Any, then: Callable[[], None]) -> None:
         """Call `then` once the caller's events have fired; at once if there are none."""
         if not ready and device_event is None:
             then()

@@ -1,4 +1,4 @@
-"""What a request's moves look like: small, picklable, deterministic values. `planner.py` makes them."""
+"""What a request's moves look like: small, picklable values, made by `planner.py`."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ class Gate:
     def cut(self, sources: Sequence[str]) -> tuple[int, str]:
         """How many leading pages to load, and why not more.
 
-        Loading a prefix saves computing it, so the best cut is where the sum of (compute - load) over
-        the pages before it is largest; a slow page in front of many fast ones is still loaded.
+        Loading a prefix saves computing it, so the best cut is where the sum of (compute - load)
+        over the pages before it is largest; a slow page in front of many fast ones is still loaded.
         """
         if len(sources) < self.min_pages:
             return 0, "below_threshold"

@@ -1,9 +1,9 @@
 """Planner: a request -> the moves it needs. Everything is decided here, before any byte moves.
 
 Two-phase throughout: a plan reserves and pins; `arrived` publishes each page as its bytes come in,
-`failed` takes it back, and `end` takes the pins back. The same planner runs under the store (where moves
-are carried out by threads and streams), under a simulator (`carry_out`: at once, without bytes) and in an
-engine's scheduler process. Not locked: whoever owns it is.
+`failed` takes it back, and `end` takes the pins back. The same planner runs under the store (where
+moves are carried out by threads and streams), under a simulator (`carry_out`: at once, without
+bytes) and in an engine's scheduler process. Not locked: whoever owns it is.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ class Planner:
     """Decides for one store.
 
     Args:
-        slots: where the slots of each tier come from. "host" is required; without "hbm" the engine owns
-            its pages and only their slots are named; without "disk" what host gives up is gone.
+        slots: where the slots of each tier come from. "host" is required; without "hbm" the engine
+            owns its pages and only their slots are named; without "disk" what host gives up is
+            gone.
         capacity: pages a tier holds.
         policy: eviction policy of every tier.
         write_through: put every page on disk at once, not only when host gives it up.
@@ -66,8 +67,8 @@ class Planner:
         Args:
             keys: pages asked for; those after the first that is nowhere are misses.
             gate: what is not worth loading.
-            into: HBM slots the caller owns, one a key; without it the plan finds them and leases the
-                pages: each stays pinned in HBM until `release`.
+            into: HBM slots the caller owns, one a key; without it the plan finds them and leases
+                the pages: each stays pinned in HBM until `release`.
         """
         draft = Draft()
         pages = self._hit(keys, gate, draft)
@@ -106,7 +107,7 @@ class Planner:
         sources = [self.source_of(page) for page in pages]
         self._pin_sources(pages, sources, draft)
         self.index.touch(pages)
-        load, grants = self._loads(pages, sources, draft)
+        load, _ = self._loads(pages, sources, draft)
         return Plan(
             pages=tuple(pages),
             sources=tuple(sources),
@@ -337,14 +338,14 @@ class Planner:
             self.room.free(tier.name, [slot])
 
     def is_arriving(self, move: Move) -> bool:
-        """Whether the target slot of a move is promised to its page (not so if it is a caller's own)."""
+        """Whether the target slot of a move is promised to its page, not a caller's own."""
         tier = self.index.by_name.get(move.target)
         if tier is None or tier.slot[move.page] != move.target_slot:
             return False
         return tier.state[move.page] == TierState.ARRIVING
 
     def is_possible(self, move: Move) -> bool:
-        """Whether, now that what it waited for is over, a move has its source and its target slot."""
+        """Whether, what it waited for being over, a move has its source and its target slot."""
         if self._went_back(move):
             return False
         tier = self.index.by_name.get(move.source)
@@ -370,7 +371,8 @@ class Planner:
     def _restore(self, move: Move) -> None:
         """A demotion failed: the page is back in the slot it was leaving.
 
-        Unless another plan is already bringing it to host again, from the copy that has just failed.
+        Unless another plan is already bringing it to host again, from the copy that has just
+        failed.
         """
         if self._host.state[move.page] or move.page in self._host.doomed:
             return
@@ -434,10 +436,8 @@ class Planner:
         self.room.free(tier, orphans)
         return orphans
 
-    def _path(
-        self, page: StoredPage, stored: dict[PageKey, StoredPage]
-    ) -> list[StoredPage] | None:
-        """The page and those before it that are not in the index yet, root first; None for an orphan."""
+    def _path(self, page: StoredPage, stored: dict[PageKey, StoredPage]) -> list[StoredPage] | None:
+        """The page and those before it not in the index yet, root first; None for an orphan."""
         path = [page]
         while self.index.find(path[-1].key) < 0:
             parent = path[-1].parent

@@ -1,9 +1,9 @@
 """Making room: what leaves a tier so that something else may enter it.
 
-Room is made from the bottom: a page that host gives up goes to disk first if it is not there, and disk in
-turn drops what its policy ranks lowest. Disk is kept prefix-closed by itself: a page is written only
-together with those of its ancestors that are not on disk yet, root first. So whatever a crash leaves on
-disk can hit, and the pages of one prefix lie side by side there.
+Room is made from the bottom: a page that host gives up goes to disk first if it is not there, and
+disk in turn drops what its policy ranks lowest. Disk is kept prefix-closed by itself: a page is
+written only together with those of its ancestors that are not on disk yet, root first. So whatever
+a crash leaves on disk can hit, and the pages of one prefix lie side by side there.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Room:
         self.free_pages[tier] -= pages
 
     def on_hbm(self, n: int, tier: TierIndex) -> list[int]:
-        """Up to n HBM slots. What leaves is dropped: it has a copy below, or found no room there."""
+        """Up to n HBM slots. What leaves is dropped: it has a copy below or found no room there."""
         slots = self.reserve_free(tier.name, n)
         victims = self._index.victims(tier, n - len(slots))
         return slots + [self._retake(tier, page) for page in victims]
@@ -110,16 +110,13 @@ class Room:
             if page not in leaving:
                 index.pin(host, page)
                 draft.pins.append((HOST, page))
-        return [
-            Grant(self._retake(host, page), page if page in slots else -1) for page in victims
-        ]
+        return [Grant(self._retake(host, page), page if page in slots else -1) for page in victims]
 
-    def write_slots(
-        self, pages: Sequence[int], keep: Sequence[int] = ()
-    ) -> dict[int, int] | None:
+    def write_slots(self, pages: Sequence[int], keep: Sequence[int] = ()) -> dict[int, int] | None:
         """Disk slots for pages and those of their ancestors that are not on disk, root first.
 
-        No page of `keep` leaves disk for them. None, and nothing changed, if disk cannot make that room without orphaning or unpinning a page.
+        No page of `keep` leaves disk for them. None, and nothing changed, if disk cannot make that
+        room without orphaning or unpinning a page.
         """
         index, disk = self._index, self._index.by_name[DISK]
         order: dict[int, None] = {}
@@ -133,7 +130,9 @@ class Room:
             if page >= 0 and disk.state[page]:
                 held.append(page)  # on disk, and soon a parent there: must not leave meanwhile
         if any(not index.by_name[HOST].state[page] for page in order):
-            return None  # an ancestor is in HBM alone, or a hole: nothing below it can be made durable
+            return (
+                None  # an ancestor is in HBM alone, or a hole: nothing below it can be made durable
+            )
         for page in held:
             index.pin(disk, page)
         slots = self.exactly(DISK, len(order))

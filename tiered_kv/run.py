@@ -43,7 +43,7 @@ class Run:
         self._on_settled = on_settled
         self._position = {page: at for at, page in enumerate(self._plan.pages)}
         steps = self._plan.load + self._plan.fill + self._plan.store + self._plan.write
-        self._counting = {move.page: move for move in steps}  # the last move of a page is what counts
+        self._counting = {move.page: move for move in steps}  # a page's last move is what counts
         self._arrival: dict[Place, Event] = {}
         self._finished: list[Event] = []  # one a batch
         self._fill_batches = 0
@@ -52,7 +52,7 @@ class Run:
         self._layer_marks: list[list[Any]] = []
 
     def start(self) -> None:
-        """Queue everything; returns at once. Called under the lock, in the call that made the plan."""
+        """Queue everything; returns at once. Called under the lock that planned it."""
         mover, plan = self._mover, self._plan
         mover.in_flight.add(self.transfer)
         joined = {
@@ -96,15 +96,15 @@ class Run:
     ) -> None:
         """Queue a batch. `work` returns the moves whose bytes are, or will be, in place.
 
-        They are published when the device is through with them; whatever happens, every move of the batch
-        ends as arrived or failed, and every event others wait for fires.
+        They are published when the device is through with them; whatever happens, every move of the
+        batch ends as arrived or failed, and every event others wait for fires.
         """
         made: Batch = []
 
         def guarded() -> None:
             try:
                 made.extend(work(batch))
-            except BaseException as error:  # surfaces at wait(); a worker thread has nobody above it
+            except BaseException as error:  # surfaces at wait(); nobody is above a worker thread
                 made.clear()
                 self.transfer.broke(error)
 
@@ -147,7 +147,7 @@ class Run:
                 event.fire()
 
     def _announced(self, move: Move) -> Event | None:
-        """The event others wait for; taken off the list, for the index now says what became of it."""
+        """The event others wait for, taken off the list: the index says what became of it."""
         place = (move.target, move.page)
         event = self._arrival.get(place)
         if event is not None and self._mover.arrivals.get(place) is event:
@@ -238,7 +238,7 @@ class Run:
             self.why_lost.setdefault(self._position[move.page], reason)
 
     def _fills(self) -> None:
-        """Batches by what they wait for: nothing, one load batch, other transfers, a pass through staging."""
+        """Batches by what they wait for: nothing, a load batch, others' transfers, staging."""
         mover, plan = self._mover, self._plan
         loaded = {move.page: at for at, move in enumerate(plan.load)}
         per_load = max(1, LOAD_BATCH_BYTES // mover.hbm.page_bytes)
@@ -298,7 +298,7 @@ class Run:
         stream: Stream,
         staged: dict[int, Any] | None = None,
     ) -> Batch:
-        """Copy pages into their HBM slots, layer by layer, telling the transfer as each layer is through."""
+        """Copy pages into their HBM slots layer by layer, and say when each is through."""
         mover = self._mover
         if self._device_event is not None:
             self._device_event.wait()

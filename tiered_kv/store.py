@@ -66,8 +66,8 @@ class PrefixMatch:
 class TieredStore:
     """KV pages of one model, one rank, over HBM, host memory and disk.
 
-    Safe to call from several threads. No call but `close` and `check` waits for bytes: what takes time
-    returns a `Transfer`. Use it as a context manager, or call `close`.
+    Safe to call from several threads. No call but `close` and `check` waits for bytes: what takes
+    time returns a `Transfer`. Use it as a context manager, or call `close`.
 
     Args:
         layout: geometry of a page.
@@ -80,9 +80,7 @@ class TieredStore:
         LayoutMismatchError: the directory holds pages of another geometry.
     """
 
-    def __init__(
-        self, layout: KVLayout, config: StoreConfig, *, disk: Tier | None = None
-    ) -> None:
+    def __init__(self, layout: KVLayout, config: StoreConfig, *, disk: Tier | None = None) -> None:
         self.layout = layout
         self.config = config
         device = _device(config.device)
@@ -205,15 +203,16 @@ class TieredStore:
     ) -> Transfer:
         """Bring the longest stored prefix of `keys` into HBM; returns at once.
 
-        Without `into`, pages are found in HBM where they are or brought to slots of the store's choice, and
-        leased: call `release` on the transfer when the last reader is through. A prefix longer than HBM has
-        room for ends there; call again with the keys that are left after releasing.
+        Without `into`, pages are found in HBM where they are or brought to slots of the store's
+        choice, and leased: call `release` on the transfer when the last reader is through. A prefix
+        longer than HBM has room for ends there; call again with the keys that are left after
+        releasing.
 
         Args:
             keys: all pages wanted; those not stored are counted as misses.
             into: slots of `store.hbm.allocate`, one a key, that remain the caller's.
-            after: an event of the last user of `into`; it is not overwritten before. Default: on a GPU all
-                work queued on the current stream so far.
+            after: an event of the last user of `into`; it is not overwritten before. Default: on a
+                GPU all work queued on the current stream so far.
             deadline_s: overrides the configured one.
 
         Raises:
@@ -246,22 +245,24 @@ class TieredStore:
     def put(self, keys: KeyChain, pages: Sequence[int], *, after: Any = None) -> Transfer:
         """Give the store pages that stand in HBM; returns at once.
 
-        The slots belong to the store from now on. `wait` on the transfer says how many leading pages have
-        reached host (with write policy "through": disk). A page that finds no room is not stored; that is
-        no error.
+        The slots belong to the store from now on. `wait` on the transfer says how many leading
+        pages have reached host (with write policy "through": disk). A page that finds no room is
+        not stored; that is no error.
 
         Args:
             keys: their keys, consecutive; `keys.parent` must be stored, or None.
             pages: their slots, from `store.hbm.allocate`.
-            after: an event of the writer of the pages; they are not read before. Default: on a GPU all work
-                queued on the current stream so far.
+            after: an event of the writer of the pages; they are not read before. Default: on a GPU
+                all work queued on the current stream so far.
 
         Raises:
             ValueError: not one slot a key, or slots that are not the caller's.
             TypeError: keys that do not say where they hang.
         """
         if not isinstance(keys, KeyChain):
-            raise TypeError("put() needs a KeyChain, as store.keys() makes: it says where keys hang")
+            raise TypeError(
+                "put() needs a KeyChain, as store.keys() makes: it says where keys hang"
+            )
         if len(keys) != len(pages):
             raise ValueError(f"{len(keys)} keys and {len(pages)} pages: they must be one to one")
         events, device_event = caller_event(self.hbm.device, after)
@@ -276,7 +277,7 @@ class TieredStore:
         return transfer
 
     def prefetch(self, keys: Sequence[PageKey], *, deadline_s: float | None = None) -> Transfer:
-        """Bring the pages of the longest stored prefix that are on disk alone up to host; returns at once."""
+        """Bring what of the longest stored prefix is on disk alone up to host; returns at once."""
         with self._lock:
             self._check_open()
             plan = self._planner.plan_prefetch(keys, gate=self._gate())
@@ -287,7 +288,7 @@ class TieredStore:
     # -- care --------------------------------------------------------------------------------------
 
     def flush(self) -> int:
-        """Write every host page to disk that is not there yet; blocks. How many pages were written."""
+        """Write every host page to disk that is not there yet; blocks. How many were written."""
         written = 0
         while True:
             with self._lock:
@@ -305,7 +306,8 @@ class TieredStore:
     def check(self, fix: bool = False) -> CheckReport:
         """Verify the index, and every page on disk against its checksum.
 
-        Waits for what is in flight, then reads the whole disk tier without holding the store's lock.
+        Waits for what is in flight, then reads the whole disk tier without holding the store's
+        lock.
 
         Args:
             fix: drop the pages that are bad; the next match no longer counts them.
@@ -321,7 +323,10 @@ class TieredStore:
         return report
 
     def close(self) -> None:
-        """Finish what is in flight, write what is not on disk yet, give everything back. Twice is harmless."""
+        """Finish what is in flight, write what is not on disk yet, give everything back.
+
+        Twice is harmless.
+        """
         with self._lock:
             if self._is_closed:
                 return

@@ -1,9 +1,9 @@
 """Copy streams and events: CUDA streams, or threads that behave like them.
 
-A stream is a worker that does what it is given, one thing after another, while its caller goes on. An
-event fires once. The two together say everything about order: a copy that must not start before a page
-has been written waits for the writer's event, and one that overwrites a page waits for its readers'.
-`ThreadStream` needs no GPU, so that the asynchrony is real in every test.
+A stream is a worker that does what it is given, one thing after another, while its caller goes on.
+An event fires once. The two together say everything about order: a copy that must not start before
+a page has been written waits for the writer's event, and one that overwrites a page waits for its
+readers'. `ThreadStream` needs no GPU, so that the asynchrony is real in every test.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Event:
 
 
 def when_all(events: Sequence[Event], then: Work) -> None:
-    """Call `then` once all events have fired, in the thread that fires the last; at once if all have."""
+    """Call `then` once all events have fired, in the thread that fires the last of them."""
     pending = [event for event in events if not event.is_fired]
     left = len(pending)
     if left == 0:
@@ -79,8 +79,8 @@ def when_all(events: Sequence[Event], then: Work) -> None:
 class Stream:
     """One worker thread with a queue: first in, first out among work that waits for nothing.
 
-    Work that names events is queued when the last of them fires, so that nothing behind it is held up and
-    no two streams can wait for each other.
+    Work that names events is queued when the last of them fires, so that nothing behind it is held
+    up and no two streams can wait for each other.
     """
 
     def __init__(self, name: str) -> None:
@@ -150,6 +150,7 @@ class CudaStream(Stream):
         super().__init__(name)
 
     def mark(self) -> Any:
+        """A CUDA event for what this stream has been given so far."""
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._cuda)
         return event
@@ -171,8 +172,8 @@ def caller_event(device: torch.device, after: Event | Any | None) -> tuple[list[
 
     Args:
         device: where the pages are.
-        after: an `Event`, a torch.cuda.Event, or None: on a GPU all work the caller has queued on its
-            current stream so far, on a CPU nothing, for there its work has been done.
+        after: an `Event`, a torch.cuda.Event, or None: on a GPU all work the caller has queued on
+            its current stream so far, on a CPU nothing, for there its work has been done.
     """
     if isinstance(after, Event):
         return [after], None

@@ -18,9 +18,9 @@ from tiered_kv.streams import Event
 class Transfer:
     """Pages on their way. Made by a store; safe to use from several threads.
 
-    The pages that count are always a prefix: one that fails or comes too late turns itself and all after
-    it into misses. Until `settled` fires the transfer owns every buffer it was given, also after `wait`
-    has given up on it.
+    The pages that count are always a prefix: one that fails or comes too late turns itself and all
+    after it into misses. Until `settled` fires the transfer owns every buffer it was given, also
+    after `wait` has given up on it.
 
     Attributes:
         plan: what is being done.
@@ -66,7 +66,8 @@ class Transfer:
         """Block until all pages are here, or the deadline has passed; how many leading pages count.
 
         Args:
-            timeout_s: give up after this time, in seconds, if it ends before the transfer's own deadline.
+            timeout_s: give up after this time, in seconds, if it ends before the transfer's own
+            deadline.
 
         Raises:
             TieredKVError: a copy broke, not a page that could not be had: that is a miss.
@@ -78,8 +79,9 @@ class Transfer:
     def wait_layer(self, layer: int) -> int:
         """Block until one layer of all pages that count is here; how many pages those are.
 
-        On a GPU the caller's current stream is made to wait, not the caller, once the copies are queued.
-        A number smaller than an earlier layer's means that time ran out: recompute from there.
+        On a GPU the caller's current stream is made to wait, not the caller, once the copies are
+        queued. A number smaller than an earlier layer's means that time ran out: recompute from
+        there.
 
         Raises:
             TieredKVError: a copy broke.
@@ -116,8 +118,8 @@ class Transfer:
         """Give the leased HBM pages back: they stay cached, and may be evicted from now on.
 
         Args:
-            after: an event of the last reader; the pages are kept until it fires. Default: on a GPU all
-                work queued on the current stream so far; on a CPU nothing.
+            after: an event of the last reader; the pages are kept until it fires. Default: on a GPU
+                all work queued on the current stream so far; on a CPU nothing.
         """
         if self._release is None or self._is_released:
             return
@@ -165,7 +167,7 @@ class Transfer:
 
     @property
     def arrived_pages(self) -> int:
-        """Leading pages that count as things stand: final once `wait` has given up or all is settled."""
+        """Leading pages that count as things stand; final once given up on or settled."""
         with self._lock:
             return self._prefix(self._is_here, True) if self._final is None else self._final
 

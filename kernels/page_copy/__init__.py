@@ -1,0 +1,1 @@
+"""Copies between layer-first pools and contiguous host pages."""

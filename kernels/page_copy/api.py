@@ -1,7 +1,7 @@
 """Copy pages between a layer-first pool and contiguous host pages.
 
-On a CPU one strided numpy copy moves a page's layers of a run (2.2 us a page outside the copy itself); on a
-GPU every layer of a page is one asynchronous copy on the current stream.
+On a CPU one strided numpy copy moves a page's layers of a run (2.2 us a page outside the copy
+itself); on a GPU every layer of a page is one asynchronous copy on the current stream.
 """
 
 from __future__ import annotations
@@ -48,9 +48,7 @@ def gather_pages(runs: Sequence[Run], slots: Sequence[int], into: Sequence[Bytes
                 np.copyto(target, pool[:, slot])
         else:
             for slot, page in zip(slots, into, strict=True):
-                reference.gather_run(
-                    run.pool, slot, torch.from_numpy(page[run.page_offset : end])
-                )
+                reference.gather_run(run.pool, slot, torch.from_numpy(page[run.page_offset : end]))
 
 
 def scatter_pages(

@@ -1,10 +1,10 @@
 """The contract of an eviction policy, and the leaf-first selection all of them share.
 
-A policy ranks; it does not know bytes, states or pins. Pages are small integers (the index's ids). The
-tree it looks at is one tier's: a page gives way only after its children in that tier, because a child
-without its parent can never hit and would only take space (SGLang #27562, #30106). Leaf-first is also
-worth more than the choice of policy when the cache is short: 53.6 % against 40.1 % page hits on agentic
-sessions at 0.5 % of unique pages.
+A policy ranks; it does not know bytes, states or pins. Pages are small integers (the index's ids).
+The tree it looks at is one tier's: a page gives way only after its children in that tier, because a
+child without its parent can never hit and would only take space (SGLang #27562, #30106). Leaf-first
+is also worth more than the choice of policy when the cache is short: 53.6 % against 40.1 % page
+hits on agentic sessions at 0.5 % of unique pages.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class Policy(ABC):
 class LeafFirst(Policy):
     """Gives up the lowest-ranked page that has no children, then maybe its parent, and so on.
 
-    Only leaves stand in the heap, as one integer ``rank << 32 | page`` each, so that a million pages cost
-    little. Entries are corrected when they surface: a page that was touched goes back under its new rank.
-    A subclass says what the rank is. O(log n) a page.
+    Only leaves stand in the heap, as one integer ``rank << 32 | page`` each, so that a million
+    pages cost little. Entries are corrected when they surface: a page that was touched goes back
+    under its new rank. A subclass says what the rank is. O(log n) a page.
     """
 
     def __init__(self, tree: Tree) -> None:

@@ -1,6 +1,7 @@
 """Least recently used, leaf first: the default.
 
-On KV traces no online policy beats it reliably (arXiv 2609.28870; our replay of three traces agrees).
+On KV traces no online policy beats it reliably (arXiv 2609.28870; our replay of three traces
+agrees).
 """
 
 from __future__ import annotations
