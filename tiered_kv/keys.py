@@ -9,7 +9,9 @@ crafted collision would let one tenant read another's KV; it costs 1.6 us a 64-t
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NewType, overload
@@ -128,17 +130,20 @@ def as_token_array(token_ids: Any) -> np.ndarray[Any, np.dtype[np.uint32]]:
     """
     if hasattr(token_ids, "detach"):  # a torch tensor, without importing torch
         token_ids = token_ids.detach().cpu().numpy()
-    array = np.asarray(token_ids)
-    if array.size == 0:
+    if isinstance(token_ids, list):  # 8 ms a million this way, 70 ms through asarray
+        with contextlib.suppress(TypeError, OverflowError):  # what is wrong is said below
+            token_ids = np.frombuffer(array("I", token_ids), dtype=np.uint32)
+    ids = np.asarray(token_ids)
+    if ids.size == 0:
         return np.empty(0, dtype="<u4")
-    if array.ndim != 1:
-        raise ValueError(f"token ids must have one dimension, not shape {array.shape}")
-    if array.dtype.kind not in "iu":
-        raise ValueError(f"token ids must be integers, not {array.dtype}")
-    low, high = int(array.min()), int(array.max())
+    if ids.ndim != 1:
+        raise ValueError(f"token ids must have one dimension, not shape {ids.shape}")
+    if ids.dtype.kind not in "iu":
+        raise ValueError(f"token ids must be integers, not {ids.dtype}")
+    low, high = int(ids.min()), int(ids.max())
     if low < 0 or high > _MAX_TOKEN:
         raise ValueError(f"token ids must lie in [0, 2**32), found {low if low < 0 else high}")
-    return array.astype("<u4", copy=False)
+    return ids.astype("<u4", copy=False)
 
 
 def page_keys(

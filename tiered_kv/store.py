@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from types import TracebackType
 from typing import Any
@@ -86,6 +86,7 @@ class TieredStore:
         device = _device(config.device)
         self._lock = threading.RLock()
         self._is_closed = False
+        self._key_layout = replace(layout, tp_rank=0).fingerprint  # every rank makes the same keys
         self._counters = Counters()
         has_disk = disk is not None or config.disk is not None
         self._hbm_tier = HbmTier(layout, int(config.hbm), device)
@@ -157,7 +158,7 @@ class TieredStore:
             multimodal: images and sounds in the prompt.
         """
         model = self.config.model_name or self.layout.model
-        namespace = Namespace(model, self.layout.fingerprint, salt, lora)
+        namespace = Namespace(model, self._key_layout, salt, lora)
         return page_keys(token_ids, self.layout.page_tokens, namespace, multimodal=multimodal)
 
     def match(self, keys: Sequence[PageKey]) -> PrefixMatch:
