@@ -111,6 +111,19 @@ class Tier(ABC):
         """Give back memory, files and locks. Twice is harmless."""
 
 
+def check_batch(slots: Sequence[int], rows: Sequence[PageBuffer], page_bytes: int) -> None:
+    """Refuse a batch that numpy would broadcast or cut to fit.
+
+    Raises:
+        ValueError: not one row a slot, or a row that is not exactly one page.
+    """
+    if len(slots) != len(rows):
+        raise ValueError(f"{len(rows)} pages for {len(slots)} slots: one slot a page")
+    for row in rows:
+        if row.shape != (page_bytes,):
+            raise ValueError(f"a page is one row of {page_bytes} bytes, not shape {row.shape}")
+
+
 class SlotPool:
     """Slots 0..n-1 of a tier, lowest free first. Not locked: its owner is."""
 

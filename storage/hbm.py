@@ -15,7 +15,14 @@ import torch
 from tiered_kv.errors import ConfigError, TieredKVError
 from tiered_kv.kernels.page_copy.api import Run, gather_pages, scatter_pages
 from tiered_kv.layout import KVLayout
-from tiered_kv.storage.base import CheckReport, Page, PageBuffer, SlotPool, Tier
+from tiered_kv.storage.base import (
+    CheckReport,
+    Page,
+    PageBuffer,
+    SlotPool,
+    Tier,
+    check_batch,
+)
 from tiered_kv.storage.slab import Slab
 
 _STEP_BYTES = 64 << 10  # of one page: below that, per-call cost outweighs an earlier layer on a CPU
@@ -94,7 +101,9 @@ class HbmTier(Tier):
 
     def write(self, slots: Sequence[int], pages: Sequence[Page]) -> None:
         """Scatter host pages into slots; returns when the bytes are there."""
-        self.write_layers(slots, [page.data for page in pages], 0, len(self.layers))
+        rows = [page.data for page in pages]
+        check_batch(slots, rows, self.page_bytes)
+        self.write_layers(slots, rows, 0, len(self.layers))
         self._synchronize()
 
     def write_layers(
@@ -109,6 +118,7 @@ class HbmTier(Tier):
 
     def read(self, slots: Sequence[int], into: Sequence[PageBuffer]) -> list[TieredKVError | None]:
         """Gather slots into host pages; returns when the bytes are there."""
+        check_batch(slots, into, self.page_bytes)
         gather_pages(self.runs, slots, into)
         self._synchronize()
         return [None] * len(slots)

@@ -10,7 +10,14 @@ import threading
 from collections.abc import Sequence
 
 from tiered_kv.errors import ConfigError, TieredKVError
-from tiered_kv.storage.base import CheckReport, Page, PageBuffer, SlotPool, Tier
+from tiered_kv.storage.base import (
+    CheckReport,
+    Page,
+    PageBuffer,
+    SlotPool,
+    Tier,
+    check_batch,
+)
 from tiered_kv.storage.slab import Slab, align_up
 
 _STAGING_BYTES = 8 << 20
@@ -92,10 +99,12 @@ class HostTier(Tier):
             self._slots.free(slots)
 
     def write(self, slots: Sequence[int], pages: Sequence[Page]) -> None:
+        check_batch(slots, [page.data for page in pages], self.page_bytes)
         for slot, page in zip(slots, pages, strict=True):
             self._views[slot][:] = page.data
 
     def read(self, slots: Sequence[int], into: Sequence[PageBuffer]) -> list[TieredKVError | None]:
+        check_batch(slots, into, self.page_bytes)
         for slot, buffer in zip(slots, into, strict=True):
             buffer[:] = self._views[slot]
         return [None] * len(slots)

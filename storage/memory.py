@@ -6,7 +6,14 @@ import threading
 from collections.abc import Sequence
 
 from tiered_kv.errors import CorruptPageError, TieredKVError
-from tiered_kv.storage.base import CheckReport, Page, PageBuffer, SlotPool, Tier
+from tiered_kv.storage.base import (
+    CheckReport,
+    Page,
+    PageBuffer,
+    SlotPool,
+    Tier,
+    check_batch,
+)
 
 
 class MemoryTier(Tier):
@@ -43,11 +50,13 @@ class MemoryTier(Tier):
                 self._pages.pop(slot, None)
 
     def write(self, slots: Sequence[int], pages: Sequence[Page]) -> None:
+        check_batch(slots, [page.data for page in pages], self.page_bytes)
         with self._lock:
             for slot, page in zip(slots, pages, strict=True):
                 self._pages[slot] = page.data.tobytes()
 
     def read(self, slots: Sequence[int], into: Sequence[PageBuffer]) -> list[TieredKVError | None]:
+        check_batch(slots, into, self.page_bytes)
         with self._lock:
             return [self._read(slot, buffer) for slot, buffer in zip(slots, into, strict=True)]
 

@@ -1,0 +1,42 @@
+"""LRU: the policy contract, and what is its own."""
+
+from __future__ import annotations
+
+from contracts import PlainTree, PolicyContract
+
+from tiered_kv.policy import Policy, make
+from tiered_kv.policy.lru import Lru
+
+
+class TestLru(PolicyContract):
+    @staticmethod
+    def rank(tree: PlainTree, page: int) -> int:
+        return tree.used_at[page]
+
+    def make_policy(self, tree: PlainTree) -> Policy:
+        return Lru(tree)
+
+    def test_the_least_recently_used_leaf_goes_first(self, tree: PlainTree) -> None:
+        for page in (0, 1, 2):
+            tree.insert(page)
+        tree.touch(0)
+        tree.touch(1)
+        assert self.victims(tree, 3) == [2, 0, 1]
+
+    def test_a_touch_after_the_victims_were_named_counts_the_next_time(
+        self, tree: PlainTree
+    ) -> None:
+        for page in (0, 1, 2):
+            tree.insert(page)
+        assert self.victims(tree, 1) == [0]
+        tree.touch(0)
+        assert self.victims(tree, 3) == [1, 2, 0]
+
+    def test_an_old_parent_goes_before_a_younger_leaf_elsewhere(self, tree: PlainTree) -> None:
+        tree.path(0, 1)
+        tree.insert(2)
+        assert self.victims(tree, 3) == [1, 0, 2]
+
+
+def test_lru_is_found_by_its_name() -> None:
+    assert isinstance(make("lru", PlainTree()), Lru)
