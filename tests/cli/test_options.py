@@ -81,7 +81,7 @@ def test_an_unknown_variable_is_refused_with_the_nearest_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TIERED_KV_HOSTS", "1GiB")
-    with pytest.raises(ConfigError, match="TIERED_KV_HOSTS.*did you mean TIERED_KV_HOST?"):
+    with pytest.raises(ConfigError, match=r"TIERED_KV_HOSTS.*did you mean TIERED_KV_HOST\?"):
         options()
 
 

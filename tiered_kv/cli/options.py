@@ -72,12 +72,10 @@ def parse(options: type[AnyOptions], arguments: Sequence[str], command: str) -> 
     flags = _flags(options)
     _refuse_unknown_flags(arguments, flags)
     _refuse_unknown_variables(options)
+    settings = _read_toml(_config_path(arguments), options)
+    settings |= {"_cli_parse_args": list(arguments), "_cli_prog_name": f"tiered-kv {command}"}
     try:
-        return options(
-            _cli_parse_args=list(arguments),
-            _cli_prog_name=f"tiered-kv {command}",
-            **_read_toml(_config_path(arguments), options),
-        )
+        return options(**settings)
     except SettingsError as error:
         text = str(error).removeprefix("error parsing CLI: ")
         raise ConfigError(text.removeprefix("argument ")) from error
@@ -86,7 +84,7 @@ def parse(options: type[AnyOptions], arguments: Sequence[str], command: str) -> 
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """ "did you mean X?" for the most similar known name, or nothing."""
+    """`did you mean X?` for the most similar known name, or nothing."""
     found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"did you mean {found[0]}?" if found else ""
 

@@ -15,7 +15,7 @@ from tiered_kv.replay.report import ReplayReport
 from tiered_kv.replay.settings import ReplaySettings
 
 
-class ReplayOptions(Options, ReplaySettings):
+class ReplayOptions(Options, ReplaySettings):  # type: ignore[misc]  # pydantic merges model_config
     """Replay conversations (generated, or from --trace) through a store, with real bytes."""
 
 

@@ -49,7 +49,7 @@ class _Fit:
 
     turns_sigma: float
     pause_s: Lognormal
-    first_share: float  # of the last prompt's tokens, how many the first already has
+    first_share: float  # of the last prompt less the system's, how much the first already has
     append_sigma: float
     fresh_share: float  # of appended tokens; the rest was said before in the same conversation
 
@@ -58,7 +58,7 @@ _FITS: dict[Kind, _Fit] = {
     "sessions": _Fit(
         turns_sigma=Lognormal.fitted(46, 160, _Z90).sigma,
         pause_s=Lognormal.fitted(10, 446, _Z95),
-        first_share=24_775 / 137_529,
+        first_share=(24_775 - 12_500) / (137_529 - 12_500),
         append_sigma=0.8,
         fresh_share=0.19,
     ),
@@ -144,11 +144,10 @@ def _added_tokens(shape: Shape, fit: _Fit, random: np.random.Generator) -> list[
     turns = shape.turns
     if shape.is_turns_drawn:
         turns = max(1, round(Lognormal(shape.turns, fit.turns_sigma).draw(random)))
-    first = max(1, round(shape.context_tokens * fit.first_share) - shape.system_tokens)
-    if shape.turns == 1:
-        first = max(1, shape.context_tokens - shape.system_tokens)
+    own = max(1, shape.context_tokens - shape.system_tokens)
+    first = own if shape.turns == 1 else max(1, round(own * fit.first_share))
     replies = shape.reply_tokens * (shape.turns - 1)
-    left = shape.context_tokens - shape.system_tokens - first - replies
+    left = own - first - replies
     mean = max(1.0, left / max(1, shape.turns - 1))
     weights = np.exp(fit.append_sigma * random.standard_normal(turns - 1))
     total = max(turns - 1, round(mean * (turns - 1)))

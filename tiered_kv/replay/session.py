@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tiered_kv.config import StoreConfig
 from tiered_kv.errors import ConfigError
 from tiered_kv.layout import KVLayout
 from tiered_kv.replay.clock import ComputeSpeed
@@ -23,7 +24,7 @@ from tiered_kv.replay.report import (
     TurnRecord,
     budget_bytes,
 )
-from tiered_kv.replay.requests import Workload
+from tiered_kv.replay.requests import Request, Workload, as_ids
 from tiered_kv.replay.run import Replayed, replay
 from tiered_kv.replay.settings import (
     DEFAULT_PAGE_BYTES,
@@ -68,6 +69,19 @@ class _Memory:
         self.most_bytes = max(self.most_bytes, used)
 
 
+def _empty_run(layout: KVLayout) -> None:
+    """One page through a store of two: what the first copy of a process costs is not the store's.
+
+    Threads, torch's own memory and code pages would otherwise be counted with it.
+    """
+    smallest = StoreConfig.parse(hbm=2 * layout.page_bytes, host=3 * layout.page_bytes)
+    with TieredStore.open(layout, smallest) as store:
+        keys = PromptKeys(layout.fingerprint, 1, layout.page_tokens)
+        engine = TimedEngine(store, keys, ComputeSpeed())
+        for _ in range(2):
+            engine.serve(Request(None, None, 0.0, as_ids([0]), layout.page_tokens, 1))
+
+
 class _Replay:
     """What both engines share. A subclass sets workload and layout before `run`."""
 
@@ -83,6 +97,7 @@ class _Replay:
 
     def run(self, show: Show | None) -> ReplayReport:
         config = self.settings.store_config(self.model_name)
+        _empty_run(self.layout)
         peak = PeakMemory()
         with TieredStore.open(self.layout, config) as store:
             found_pages = store.stats().resident_pages.get("disk", 0)

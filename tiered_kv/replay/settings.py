@@ -26,52 +26,62 @@ class ReplaySettings(StoreConfig):
     )
     host: Size = Field(default=ByteSize(256 << 20), description="pinned host memory for warm pages")
     prefill_tokens_per_s: float | None = Field(
-        None,
+        default=None,
         gt=0,
         description="engine timed: how fast the engine that is stood in for computes a prompt "
         f"(default {DEFAULT_PREFILL_TOKENS_PER_S:.0f}); nothing is left unloaded because of it",
     )
     decode_tokens_per_s: float = Field(
-        40.0, gt=0, description="engine timed: how fast it computes an answer"
+        default=40.0, gt=0, description="engine timed: how fast it computes an answer"
     )
     engine: EngineName = Field(
-        "timed", description="timed: no model, a clock computes; hf: a transformers model"
+        default="timed", description="timed: no model, a clock computes; hf: a transformers model"
     )
     model: str = Field(
-        "tiny-qwen3",
+        default="tiny-qwen3",
         description="engine hf: tiny-qwen3 or micro-qwen3 (random weights), a directory, a hub id",
     )
-    dtype: str = Field("float32", description="engine hf: type of the model's weights and KV")
+    dtype: str = Field(
+        default="float32", description="engine hf: type of the model's weights and KV"
+    )
     trace: Path | None = Field(
-        None,
+        default=None,
         description="file to replay: a Mooncake-schema JSONL trace, or ShareGPT or OpenAI-messages "
         "JSON or JSONL; none: conversations are generated",
     )
     trace_block_tokens: int = Field(
-        MOONCAKE_BLOCK_TOKENS, ge=1, description="tokens a block of the trace"
+        default=MOONCAKE_BLOCK_TOKENS, ge=1, description="tokens a block of the trace"
     )
-    limit: int | None = Field(None, ge=1, description="stop after so many requests")
-    conversations: int = Field(6, ge=1, description="generated: how many run interleaved")
-    turns: int = Field(6, ge=1, description="generated: turns of each conversation")
+    limit: int | None = Field(default=None, ge=1, description="stop after so many requests")
+    conversations: int = Field(default=6, ge=1, description="generated: how many run interleaved")
+    turns: int = Field(default=6, ge=1, description="generated: turns of each conversation")
     draw_turns: bool = Field(
-        False, description="generated: draw the turns of each (lognormal, --turns is the median)"
+        default=False,
+        description="generated: draw the turns of each (lognormal, --turns is the median)",
     )
-    kind: Kind = Field("sessions", description="generated: like coding sessions, or like a chat")
+    kind: Kind = Field(
+        default="sessions", description="generated: like coding sessions, or like a chat"
+    )
     context_tokens: int = Field(
-        3200, ge=1, description="generated: length of a conversation's last prompt"
+        default=3200, ge=1, description="generated: length of a conversation's last prompt"
     )
     system_tokens: int = Field(
-        256, ge=0, description="generated: leading tokens that all conversations share"
+        default=256, ge=0, description="generated: leading tokens that all conversations share"
     )
     reply_tokens: int = Field(
-        16, ge=1, description="tokens of an answer (for a trace and engine hf: at most)"
+        default=16, ge=1, description="tokens of an answer (for a trace and engine hf: at most)"
     )
-    seed: int = Field(0, ge=0, description="of the conversations, and of a random model's weights")
+    seed: int = Field(
+        default=0, ge=0, description="of the conversations, and of a random model's weights"
+    )
     page_tokens: int = Field(
-        64, ge=1, description="tokens a page (with a Mooncake trace and engine timed: its blocks')"
+        default=64,
+        ge=1,
+        description="tokens a page (with a Mooncake trace and engine timed: its blocks')",
     )
     page_bytes: Size | None = Field(
-        None, description="engine timed: bytes a page (default 64KiB); engine hf: the model says"
+        default=None,
+        description="engine timed: bytes a page (default 64KiB); engine hf: the model says",
     )
 
     @model_validator(mode="after")

@@ -51,7 +51,8 @@ def _cut(turns: list[TurnRecord], parts: int) -> list[list[TurnRecord]]:
 
 def _ranges(by_turn: dict[int, list[TurnRecord]], least: int) -> list[TurnGroup]:
     groups: list[TurnGroup] = []
-    first, found = None, []
+    first: int | None = None
+    found: list[TurnRecord] = []
     for index, turns in by_turn.items():
         first = index if first is None else first
         found = [*found, *turns]

@@ -15,7 +15,8 @@ class Tokenizer(Protocol):
 
     vocabulary: int
 
-    def encode(self, text: str) -> IdArray: ...
+    def encode(self, text: str) -> IdArray:
+        """The ids of a text, in order."""
 
 
 class ByteTokenizer:

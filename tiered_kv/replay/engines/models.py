@@ -86,7 +86,7 @@ def load_model(name: str, *, dtype: str, device: str, seed: int) -> LoadedModel:
     if not isinstance(torch_dtype, torch.dtype):
         raise ConfigError(f"--dtype {dtype}: not a torch type; for example float32 or bfloat16")
     if name in TINY_MODELS:
-        model = _tiny(TINY_MODELS[name], seed)
+        model: Any = _tiny(TINY_MODELS[name], seed)
         tokenizer: Tokenizer = ByteTokenizer(TINY_MODELS[name].vocabulary)
         return LoadedModel(model.to(device=device, dtype=torch_dtype).eval(), tokenizer, name)
     try:

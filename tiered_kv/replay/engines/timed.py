@@ -48,9 +48,7 @@ class TimedEngine:
         self.clock.wait_until(request.arrival_s)
         keys = self._keys.of_prompt(request)
         wrong_before, self._load_s = self.pages_wrong, 0.0
-        tiers = load_in_rounds(
-            keys, self._store.hbm.capacity_pages, self._stored_pages, self._get
-        )
+        tiers = load_in_rounds(keys, self._store.hbm.capacity_pages, self._stored_pages, self._get)
         reused = self._keys.tokens_by_tier(tiers, request.prompt_tokens)
         missing = request.prompt_tokens - sum(reused.values())
         ttft_s = self._load_s + self._speed.prefill_s(missing)
