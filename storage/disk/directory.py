@@ -8,11 +8,14 @@ import logging
 import os
 import stat
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tiered_kv.errors import ConfigError, LayoutMismatchError
+from tiered_kv.storage.disk.catalog import CatalogDamagedError
 from tiered_kv.storage.disk.extent import FORMAT_VERSION
 from tiered_kv.storage.disk.geometry import Geometry, grow_geometry, plan_geometry
 
@@ -21,6 +24,7 @@ MARKER = "format.json"
 LOCK = "tiered-kv.lock"
 SEGMENTS = "segments"
 CATALOG = "catalog"
+_READING = "reading"
 _UNFINISHED = frozenset({LOCK, MARKER + ".tmp"})  # what a creation that was killed can leave
 _MAX_MARKER_BYTES = 1 << 16
 _log = logging.getLogger(__name__)
@@ -135,6 +139,25 @@ class StoreDirectory:
     def catalog_path(self) -> Path:
         """Where the LMDB environment lives."""
         return self.path / CATALOG
+
+    @contextmanager
+    def reading_catalog(self) -> Iterator[None]:
+        """Leave a note while the catalog is read for the first time.
+
+        LMDB aborts the process on some kinds of damage; the note then tells the next opening to
+        rebuild the catalog instead of dying in the same place.
+
+        Raises:
+            CatalogDamagedError: the last opening left its note.
+        """
+        note = self.catalog_path / _READING
+        if note.exists():
+            raise CatalogDamagedError("the last opening died while it read the catalog")
+        os.close(os.open(note, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600))
+        try:
+            yield
+        finally:
+            note.unlink()
 
     def reset_catalog(self) -> None:
         """Drop the catalog's files, so that an empty one can be made."""

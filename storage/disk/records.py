@@ -63,11 +63,28 @@ class Records:
         self._unsaved = Unsaved([], [])
         self._is_closed = False
 
-    def put(self, slot: int, record: Record, state: int = WRITING) -> None:
-        """Note a record in an empty slot."""
+    def load(self, records: Sequence[Record]) -> None:
+        """Note what a store held when it was opened: record i is stored in slot i."""
+        with self._changed:
+            assert not self._state.any()
+            upto = len(records)
+            self._state[:upto] = STORED
+            self._keys[:upto] = _rows([r.key for r in records], KEY_BYTES)
+            self._parents[:upto] = _rows([r.parent or bytes(KEY_BYTES) for r in records], KEY_BYTES)
+            self._has_parent[:upto] = [r.parent is not None for r in records]
+            self._checksums[:upto] = _rows([r.checksum for r in records], CHECKSUM_BYTES)
+            self._sequence[:upto] = [r.sequence for r in records]
+            self._segment[:upto] = [r.segment for r in records]
+            self._offset[:upto] = [r.offset for r in records]
+            self._stored_bytes[:upto] = [r.stored_bytes for r in records]
+            self._codec[:upto] = [r.codec for r in records]
+            self._live_pages = self._count_live()
+
+    def put(self, slot: int, record: Record) -> None:
+        """Note a record that is being written to an empty slot."""
         with self._changed:
             assert self._state[slot] in (EMPTY, LOST)
-            self._state[slot] = state
+            self._state[slot] = WRITING
             self._set(slot, record)
             self._live_pages[record.segment] += 1
 
@@ -178,15 +195,13 @@ class Records:
                 (self._state == STORED) | (self._state == WRITING)
             )
             slots = np.flatnonzero(holds)
-            order = slots[np.argsort(self._offset[slots])].tolist()
-            return [(slot, self._record(slot)) for slot in order]
+            return self._listed(slots[np.argsort(self._offset[slots])])
 
     def stored(self) -> list[tuple[int, Record]]:
         """Every readable slot with its record, oldest first."""
         with self._changed:
             slots = np.flatnonzero(self._state == STORED)
-            order = slots[np.argsort(self._sequence[slots], kind="stable")].tolist()
-            return [(slot, self._record(slot)) for slot in order]
+            return self._listed(slots[np.argsort(self._sequence[slots], kind="stable")])
 
     def record(self, slot: int) -> Record:
         """What is known of one slot."""
@@ -201,9 +216,25 @@ class Records:
     def recount(self) -> tuple[list[int], list[int]]:
         """Live pages by segment as counted on the way, and as the table says; must be equal."""
         with self._changed:
-            holds = (self._state == STORED) | (self._state == WRITING)
-            counted = np.bincount(self._segment[holds], minlength=len(self._live_pages))
-            return list(self._live_pages), [int(n) for n in counted]
+            return list(self._live_pages), self._count_live()
+
+    def _count_live(self) -> list[int]:
+        holds = (self._state == STORED) | (self._state == WRITING)
+        counted = np.bincount(self._segment[holds], minlength=len(self._readers))
+        return [int(n) for n in counted]
+
+    def _listed(self, slots: np.ndarray[Any, Any]) -> list[tuple[int, Record]]:
+        columns = (self._sequence, self._segment, self._offset, self._stored_bytes, self._codec)
+        keys, parents = self._keys[slots].tobytes(), self._parents[slots].tobytes()
+        sums, has_parent = self._checksums[slots].tobytes(), self._has_parent[slots].tolist()
+        listed = []
+        rows = zip(slots.tolist(), *(column[slots].tolist() for column in columns), strict=True)
+        for at, (slot, *numbers) in enumerate(rows):
+            here = slice(at * KEY_BYTES, (at + 1) * KEY_BYTES)
+            parent = PageKey(parents[here]) if has_parent[at] else None
+            checksum = sums[at * CHECKSUM_BYTES : (at + 1) * CHECKSUM_BYTES]
+            listed.append((slot, Record(PageKey(keys[here]), parent, checksum, *numbers)))
+        return listed
 
     def _key(self, slot: int) -> PageKey:
         return PageKey(self._keys[slot].tobytes())
@@ -220,3 +251,7 @@ class Records:
             stored_bytes=int(self._stored_bytes[slot]),
             codec=int(self._codec[slot]),
         )
+
+
+def _rows(values: list[bytes] | list[PageKey], width: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.frombuffer(b"".join(values), np.uint8).reshape(-1, width)

@@ -68,30 +68,34 @@ def recover(directory: StoreDirectory, files: SegmentFiles) -> Recovered:
 def _from_catalog(directory: StoreDirectory, files: SegmentFiles, existing: list[int]) -> Recovered:
     geometry = directory.marker.geometry
     check_catalog_files(directory.catalog_path, directory.catalog_bytes_before)
-    catalog = Catalog(directory.catalog_path, geometry.catalog_bytes)
-    try:
-        owner, epoch = catalog.identity()
-        if owner != directory.marker.store_id or not epoch:
-            raise CatalogDamagedError("the disk catalog is not this store's")
-        generations = catalog.generations()
-        present = set(existing)
-        kept: list[Record] = []
-        stale: list[tuple[PageKey, int]] = []
-        for record, generation in catalog.records():
-            known = record.segment in present and generations.get(record.segment) == generation
-            if known and is_possible(record, geometry):
-                kept.append(record)
-            else:
-                stale.append((record.key, record.sequence))
-        if stale:
-            _log.warning(
-                "%s: %d catalog entries name no place that exists", directory.path, len(stale)
-            )
-        identity = (directory.marker.store_id, epoch + 1)
-        catalog.commit(deleted=stale, generations={}, identity=identity)
-    except BaseException:
-        catalog.close()
-        raise
+    with directory.reading_catalog():
+        catalog = Catalog(directory.catalog_path, geometry.catalog_bytes)
+        try:
+            return _load(catalog, directory, set(existing))
+        except BaseException:
+            catalog.close()
+            raise
+
+
+def _load(catalog: Catalog, directory: StoreDirectory, existing: set[int]) -> Recovered:
+    marker = directory.marker
+    owner, epoch = catalog.identity()
+    if owner != marker.store_id or not epoch:
+        raise CatalogDamagedError("the disk catalog is not this store's")
+    generations = catalog.generations()
+    kept: list[Record] = []
+    stale: list[tuple[PageKey, int]] = []
+    for record, generation in catalog.records():
+        is_known = record.segment in existing and generations.get(record.segment) == generation
+        if is_known and is_possible(record, marker.geometry):
+            kept.append(record)
+        else:
+            stale.append((record.key, record.sequence))
+    if stale:
+        _log.warning("%s: %d catalog entries name no place that exists", directory.path, len(stale))
+    if len(kept) > marker.geometry.capacity_pages:
+        raise CatalogDamagedError(f"the disk catalog names {len(kept)} pages, more than fit")
+    catalog.commit(deleted=stale, generations={}, identity=(marker.store_id, epoch + 1))
     kept.sort(key=lambda record: record.sequence)
     return Recovered(catalog, kept, generations, epoch + 1, was_rebuilt=False)
 

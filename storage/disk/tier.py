@@ -18,7 +18,7 @@ from tiered_kv.storage.disk.directory import StoreDirectory
 from tiered_kv.storage.disk.extent import Record
 from tiered_kv.storage.disk.log import SegmentLog
 from tiered_kv.storage.disk.reader import PageReader
-from tiered_kv.storage.disk.records import STORED, Records, StoredPage
+from tiered_kv.storage.disk.records import Records, StoredPage
 from tiered_kv.storage.disk.recovery import Recovered, recover
 from tiered_kv.storage.disk.segment import SegmentFiles
 
@@ -94,8 +94,7 @@ class DiskTier(Tier):
         self._records = Records(geometry.capacity_pages, geometry.segments)
         slots = self._slots.reserve(len(recovered.records))
         assert slots is not None, "recovery keeps no more pages than fit"
-        for slot, record in zip(slots, recovered.records, strict=True):
-            self._records.put(slot, record, STORED)
+        self._records.load(recovered.records)
         self.recovered_pages = len(recovered.records)
         self.was_rebuilt = recovered.was_rebuilt
         store_id = directory.marker.store_id

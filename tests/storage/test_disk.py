@@ -208,7 +208,7 @@ def test_reopened_tier_lists_its_pages_oldest_first(path: Path) -> None:
     again.close()
 
 
-@pytest.mark.parametrize("damage", ["missing", "cut", "garbage", "entry"])
+@pytest.mark.parametrize("damage", ["missing", "cut", "garbage", "entry", "deadly"])
 def test_lost_catalog_is_rebuilt_from_the_segments(
     path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -225,6 +225,8 @@ def test_lost_catalog_is_rebuilt_from_the_segments(
         file.write_bytes(content[:20000])
     elif damage == "garbage":
         file.write_bytes(np.random.default_rng(0).bytes(len(content)))
+    elif damage == "deadly":  # LMDB aborted the process that opened it last
+        (path / "catalog" / "reading").touch()
     else:
         file.write_bytes(content.replace(pages[3].key[8:], bytes(24)))
     with caplog.at_level(logging.WARNING):
