@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 from tiered_kv.config import StoreConfig  # noqa: E402
 from tiered_kv.errors import ConfigError, LayoutMismatchError  # noqa: E402
 from tiered_kv.layout import KVLayout  # noqa: E402
-from tiered_kv.plugins import huggingface  # noqa: E402
+from tiered_kv.plugins import huggingface, huggingface_layer  # noqa: E402
 from tiered_kv.plugins.huggingface import (  # noqa: E402
     CACHE_ARGUMENT,
     TieredCache,
@@ -99,7 +99,7 @@ def random_tokens(count: int, seed: int) -> torch.Tensor:
 
 def generate(model: Any, prompt: torch.Tensor, cache: Any = None, **options: Any) -> torch.Tensor:
     given = {} if cache is None else {CACHE_ARGUMENT: cache}
-    options = {"max_new_tokens": 20, "do_sample": False, **options}
+    options = {"max_new_tokens": 16, "do_sample": False, **options}
     output: torch.Tensor = model.generate(prompt, **given, **options)
     return output
 
@@ -210,7 +210,7 @@ def test_one_cache_serves_several_turns_and_saves_each(llama: Any) -> None:
         longer = torch.cat([output, random_tokens(23, seed=6)], dim=1)
         output = generate(llama, longer, cache)
         assert torch.equal(output, generate(llama, longer))
-        assert cache.save(output) == 6 - 3
+        assert cache.save(output) == 5 - 3
         assert cache.save(output) == 0
 
 
@@ -223,8 +223,8 @@ def test_prefix_comes_back_from_disk_after_the_store_was_reopened(
     longer = torch.cat([output, random_tokens(9, seed=8)], dim=1)
     with open_store(model, tmp_path) as store:
         cache = TieredCache.restore(store, longer)
-        assert cache.restored_tokens == whole_pages(89)
-        assert cache.restored_by_tier == {"disk": whole_pages(89)}
+        assert cache.restored_tokens == whole_pages(85)
+        assert cache.restored_by_tier == {"disk": whole_pages(85)}
         assert torch.equal(generate(model, longer, cache), generate(model, longer))
 
 
@@ -237,7 +237,7 @@ def test_prefix_longer_than_hbm_goes_out_and_comes_back_in_pieces(
         output = converse(model, store, prompt)
         longer = torch.cat([output, random_tokens(9, seed=8)], dim=1)
         cache = TieredCache.restore(store, longer)
-        assert cache.restored_tokens == whole_pages(169)
+        assert cache.restored_tokens == whole_pages(165)
         assert sum(cache.restored_by_tier.values()) == cache.restored_tokens
         assert torch.equal(generate(model, longer, cache), generate(model, longer))
 
@@ -347,7 +347,7 @@ def test_save_refuses_tokens_that_contradict_the_cache(llama: Any) -> None:
             cache.save(other)
         with pytest.raises(ValueError, match="differs at token 0 "):
             cache.save(output[:, 40:])  # only the reply
-        with pytest.raises(ValueError, match="has 61 tokens, the cache holds only 59"):
+        with pytest.raises(ValueError, match="has 57 tokens, the cache holds only 55"):
             cache.save(torch.cat([output, output[:, :1]], dim=1))
         with pytest.raises(ValueError, match="one sequence, not a batch of 2"):
             cache.save(output.repeat(2, 1))
@@ -379,8 +379,9 @@ def test_assisted_decoding_crops_the_cache_it_fills(llama: Any) -> None:
     prompt = random_tokens(30, seed=23).repeat(1, 3)
     with open_store(llama) as store:
         cache = TieredCache.restore(store, prompt)
-        output = generate(llama, prompt, cache, prompt_lookup_num_tokens=3, max_new_tokens=40)
-        assert torch.equal(output, generate(llama, prompt, max_new_tokens=40))
+        options = {"max_new_tokens": 40, "eos_token_id": 0}  # 5.0 cannot do it without an end
+        output = generate(llama, prompt, cache, prompt_lookup_num_tokens=3, **options)
+        assert torch.equal(output, generate(llama, prompt, **options))
         cache.save(output)
         longer = torch.cat([output, prompt], dim=1)
         again = TieredCache.restore(store, longer)
@@ -397,8 +398,8 @@ def test_prompt_computed_again_behind_its_restored_prefix_is_refused(llama: Any)
     with open_store(llama) as store:
         converse(llama, store, prompt)
         cache = TieredCache.restore(store, prompt)
-        with pytest.raises(ValueError, match="computes 93 tokens, 10 are left of the prompt"):
-            generate(llama, prompt, cache, prompt_lookup_num_tokens=3)
+        with pytest.raises(ValueError, match="computes 90 tokens, 10 are left of the prompt"):
+            logits(llama, prompt, cache)
         cache = TieredCache.restore(store, prompt)
         with pytest.raises(ValueError, match="computes 11 tokens, 10 are left of the prompt"):
             generate(llama, torch.cat([prompt, prompt[:, :1]], dim=1), cache)
@@ -424,14 +425,17 @@ def test_cache_filled_in_inference_mode_can_be_continued_outside(llama: Any) -> 
         assert cache.save() == 3
 
 
-def test_generation_past_the_room_of_a_layer_keeps_the_prefix(llama: Any) -> None:
+def test_generation_past_the_room_of_a_layer_keeps_the_prefix(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_layer, "GROWTH_TOKENS", 5)
     prompt = random_tokens(33, seed=26)
-    with open_store(llama, hbm_pages=64) as store:
+    with open_store(llama) as store:
         converse(llama, store, prompt)
         cache = TieredCache.restore(store, prompt)
-        output = generate(llama, prompt, cache, max_new_tokens=300)
-        assert torch.equal(output, generate(llama, prompt, max_new_tokens=300))
-        assert cache.save(output) == 332 // PAGE_TOKENS - 52 // PAGE_TOKENS
+        output = generate(llama, prompt, cache, max_new_tokens=40)
+        assert torch.equal(output, generate(llama, prompt, max_new_tokens=40))
+        assert cache.save(output) == 72 // PAGE_TOKENS - 48 // PAGE_TOKENS
 
 
 def test_reset_empties_the_cache(llama: Any) -> None:
@@ -492,7 +496,7 @@ UNSUPPORTED: dict[str, tuple[str, str, dict[str, Any], str]] = {
         "MambaForCausalLM",
         "MambaConfig",
         {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1},
-        "not K and V of every token",
+        "(not K and V of every token|filled 0 of 1 layers)",  # transformers 5.24, 5.0
     ),
     "dynamic-rope": (
         "LlamaForCausalLM",

@@ -23,7 +23,7 @@ except ImportError as error:
         "tiered_kv.plugins.huggingface needs transformers 5.0 or newer: pip install 'tiered-kv[hf]'"
     ) from error
 
-_GROWTH_TOKENS = 256  # added at once: one copy of the layer every 256 tokens
+GROWTH_TOKENS = 256  # added at once: one copy of the layer every 256 tokens
 
 
 class TieredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
@@ -44,7 +44,7 @@ class TieredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         shape = self._shape
         keys, values = (
             torch.empty(
-                (1, shape.heads, tokens + _GROWTH_TOKENS, dim), dtype=shape.dtype, device=device
+                (1, shape.heads, tokens + GROWTH_TOKENS, dim), dtype=shape.dtype, device=device
             )
             for dim in (shape.key_dim, shape.value_dim)
         )
@@ -127,7 +127,7 @@ def _extended(room: Tensor | None, seen: Tensor | None, new: Tensor) -> Tensor:
         or (room.is_inference() and not torch.is_inference_mode_enabled())
         or (seen is not None and seen.data_ptr() != room.data_ptr())
     ):
-        shape = (*new.shape[:2], tokens + _GROWTH_TOKENS, new.shape[-1])
+        shape = (*new.shape[:2], tokens + GROWTH_TOKENS, new.shape[-1])
         room = torch.empty(shape, dtype=new.dtype, device=new.device)
         if seen is not None:
             room[:, :, :before] = seen
