@@ -148,12 +148,16 @@ def test_a_path_that_cannot_be_written_is_refused(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--hbm", "4095"], ["hbm", "4095", "4096"]),
-        (["--host", "4095"], ["host", "4095", "4096"]),
+        (["--hbm", "4095"], ["--hbm 4095", "4096"]),
+        (["--host", "4095"], ["--host 4095", "4096"]),
         (["--page-bytes", "0"], ["--page-bytes 0"]),
         (["--trace", "/no/such/trace"], ["--trace /no/such/trace"]),
+        (["--page-bytes", "100GiB"], ["--hbm 65536", "107374182400"]),
+        (["--device", "gpu"], ["--device gpu", "cuda:N"]),
+        (["--device", "cuda:99"], ["--device cuda:99", "not on this machine"]),
+        (["--seed", "9223372036854775808"], ["--seed"]),
     ],
-    ids=["hbm", "host", "page", "trace"],
+    ids=["hbm", "host", "page", "trace", "huge-page", "device", "number", "seed"],
 )
 def test_impossible_sizes_and_inputs_are_refused(
     arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]

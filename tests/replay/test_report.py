@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,6 +104,11 @@ def test_json_has_the_schema_that_is_documented() -> None:
     assert_schema(found["turns"][0], TURN_SCHEMA)
     assert found["schema_version"] == 1
     assert found["hit_tokens"] == found["hit_tokens_decided"] == hits
+
+
+def test_every_field_is_documented() -> None:
+    page = (Path(__file__).parents[2] / "docs/cli.md").read_text()
+    assert [name for name in {**SCHEMA, **TURN_SCHEMA} if f"`{name}`" not in page] == []
 
 
 def test_a_record_takes_over_request_and_outcome() -> None:

@@ -8,6 +8,7 @@ one line that names the flag, the value and what would be right.
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Sequence
 
@@ -63,8 +64,14 @@ def _run(command: str, arguments: list[str]) -> int:
 
 def fail(message: str) -> int:
     """Print bad input's one line; returns its exit code."""
-    print(f"tiered-kv: error: {' '.join(message.split())}", file=sys.stderr)
+    line = re.sub(r"^([a-z_]+)=", _as_flag, " ".join(message.split()))
+    print(f"tiered-kv: error: {line}", file=sys.stderr)
     return EXIT_BAD_INPUT
+
+
+def _as_flag(setting: re.Match[str]) -> str:
+    """The library says `hbm=5`, a user of the command line wrote `--hbm 5`."""
+    return f"--{setting[1].replace('_', '-')} "
 
 
 def _usage() -> str:

@@ -69,12 +69,15 @@ class _Memory:
         self.most_bytes = max(self.most_bytes, used)
 
 
-def _empty_run(layout: KVLayout) -> None:
+def _empty_run(layout: KVLayout, hbm_bytes: int) -> None:
     """One page through a store of two: what the first copy of a process costs is not the store's.
 
     Threads, torch's own memory and code pages would otherwise be counted with it.
     """
-    smallest = StoreConfig.parse(hbm=2 * layout.page_bytes, host=3 * layout.page_bytes)
+    if layout.page_bytes > hbm_bytes:
+        return  # opening the real store says what is wrong
+    slot_bytes = layout.page_bytes + 4096  # host slots end on a page of memory
+    smallest = StoreConfig.parse(hbm=2 * slot_bytes, host=2 * slot_bytes)
     with TieredStore.open(layout, smallest) as store:
         keys = PromptKeys(layout.fingerprint, 1, layout.page_tokens)
         engine = TimedEngine(store, keys, ComputeSpeed())
@@ -97,7 +100,7 @@ class _Replay:
 
     def run(self, show: Show | None) -> ReplayReport:
         config = self.settings.store_config(self.model_name)
-        _empty_run(self.layout)
+        _empty_run(self.layout, int(self.settings.hbm))
         peak = PeakMemory()
         with TieredStore.open(self.layout, config) as store:
             found_pages = store.stats().resident_pages.get("disk", 0)
@@ -155,6 +158,7 @@ class _Replay:
 class _TimedReplay(_Replay):
     def __init__(self, settings: ReplaySettings) -> None:
         super().__init__(settings)
+        _checked_device(settings.device)
         self.workload = _workload(settings, ByteTokenizer(), _TIMED_VOCABULARY, spell=False)
         page_bytes = int(settings.page_bytes or DEFAULT_PAGE_BYTES)
         self.layout = KVLayout.uniform(page_bytes, self.workload.page_tokens)
@@ -195,9 +199,11 @@ class _HuggingFaceReplay(_Replay):
         super().__init__(settings)
         from tiered_kv.replay.engines.models import load_model
 
-        device = _model_device(settings.device)
         self._loaded: LoadedModel = load_model(
-            settings.model, dtype=settings.dtype, device=device, seed=settings.seed
+            settings.model,
+            dtype=settings.dtype,
+            device=_checked_device(settings.device),
+            seed=settings.seed,
         )
         from tiered_kv.plugins.huggingface import layout_for, model_fingerprint
 
@@ -263,13 +269,24 @@ def _shape(settings: ReplaySettings, vocabulary: int) -> Shape:
     )
 
 
-def _model_device(device: str) -> str:
+def _checked_device(device: str) -> str:
+    """A device by name, "auto" resolved; ConfigError for one this machine does not have."""
     import torch
 
+    has_cuda = torch.cuda.is_available()
     if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        return "cuda" if has_cuda else "cpu"
     try:
-        torch.device(device)
+        kind = torch.device(device).type
     except RuntimeError as error:
         raise ConfigError(f"--device {device}: expected auto, cpu, cuda or cuda:N") from error
+    if kind not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {device}: expected auto, cpu, cuda or cuda:N")
+    if kind == "cuda" and (not has_cuda or _device_number(device) >= torch.cuda.device_count()):
+        found = f"cuda:0 to cuda:{torch.cuda.device_count() - 1}" if has_cuda else "cpu alone"
+        raise ConfigError(f"--device {device}: not on this machine, which has {found}")
     return device
+
+
+def _device_number(device: str) -> int:
+    return int(device.partition(":")[2] or 0)

@@ -72,7 +72,10 @@ class ReplaySettings(StoreConfig):
         default=16, ge=1, description="tokens of an answer (for a trace and engine hf: at most)"
     )
     seed: int = Field(
-        default=0, ge=0, description="of the conversations, and of a random model's weights"
+        default=0,
+        ge=0,
+        lt=2**63,
+        description="of the conversations and a random model's weights",
     )
     page_tokens: int = Field(
         default=64,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +90,7 @@ def load_model(name: str, *, dtype: str, device: str, seed: int) -> LoadedModel:
         model: Any = _tiny(TINY_MODELS[name], seed)
         tokenizer: Tokenizer = ByteTokenizer(TINY_MODELS[name].vocabulary)
         return LoadedModel(model.to(device=device, dtype=torch_dtype).eval(), tokenizer, name)
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries, line by line
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch_dtype)
         pretrained = transformers.AutoTokenizer.from_pretrained(name)
