@@ -28,7 +28,7 @@ class Geometry:
         capacity_bytes: the configured bound on what `du` counts.
         segment_bytes: length of one segment file, fully allocated when first used.
         segments: how many segment files there may be.
-        catalog_bytes: size of the LMDB map, fully allocated at creation.
+        catalog_bytes: the most the LMDB map may take; sparse at first.
     """
 
     page_bytes: int
