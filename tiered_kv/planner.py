@@ -75,12 +75,9 @@ class Planner:
         sources = [self.source_of(page) for page in pages]
         self._pin_sources(pages, sources, draft)
         self.index.touch(pages)
-        slots = self._hbm_slots(pages, sources, into)
+        slots = self._hbm_slots(pages, sources, into, draft)
         if len(slots) < len(pages):
             draft.miss("no_room", len(pages) - len(slots))
-            for source, page in draft.pins[len(slots) :]:  # so far one a page, in order
-                self._unpin(source, page)
-            del draft.pins[len(slots) :]
             pages, sources = pages[: len(slots)], sources[: len(slots)]
         load, grants = self._loads(pages, sources, draft)
         fill = [
@@ -137,20 +134,38 @@ class Planner:
             draft.pins.append((source, page))
 
     def _hbm_slots(
-        self, pages: list[int], sources: list[str], into: Sequence[int] | None
+        self, pages: list[int], sources: list[str], into: Sequence[int] | None, draft: Draft
     ) -> list[int]:
-        """One slot a page of the hit, as far as HBM has room; new ones are reserved."""
+        """One slot a page of the hit, as far as HBM has room; new ones are reserved.
+
+        Where there is too little, the deepest pages of the hit are let go of, and if they stand in
+        HBM they make room for the first: a hit is a prefix. Their pins leave the draft.
+        """
         if into is not None:
             return list(into[: len(pages)])
         assert self._hbm is not None, "without an hbm tier, get() needs into="
-        fresh = iter(self.room.on_hbm(sum(source != HBM for source in sources), self._hbm))
+        fresh = self.room.on_hbm(sum(source != HBM for source in sources), self._hbm)[::-1]
         slots: list[int] = []
-        for page, source in zip(pages, sources, strict=True):
-            slot = self._hbm.slot[page] if source == HBM else next(fresh, None)
-            if slot is None:
-                break
-            slots.append(slot)
+        end = len(pages)
+        while len(slots) < end:
+            at = len(slots)
+            if sources[at] == HBM:
+                slots.append(self._hbm.slot[pages[at]])
+            elif fresh:
+                slots.append(fresh.pop())
+            else:
+                end -= 1
+                self._let_go(draft)
+                if sources[end] == HBM:
+                    fresh += self.room.on_hbm(1, self._hbm)
+        while len(draft.pins) > len(slots):
+            self._let_go(draft)
+        self.room.free(HBM, fresh)
         return slots
+
+    def _let_go(self, draft: Draft) -> None:
+        """Take back the last pin of a draft, which so far has one a page of the hit, in order."""
+        self._unpin(*draft.pins.pop())
 
     def _loads(
         self, pages: list[int], sources: list[str], draft: Draft
@@ -256,13 +271,7 @@ class Planner:
             for page in self._unstored_ancestors(pages[0] if pages else -1) + pages
             if not self._host.state[page] and page not in self._host.doomed
         ]
-        root = self.index.parent_of[wanted[0]] if wanted else -1
-        held = root >= 0 and self._host.state[root] > 0
-        if held:
-            self.index.pin(self._host, root)
         grants = self.room.on_host(len(wanted), draft)
-        if held:
-            self.index.unpin(self._host, root)
         moves = []
         for page, grant in zip(wanted, grants, strict=False):
             self.index.begin(self._host, page, grant.slot)
