@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from tiered_kv.storage.disk.direct_io import BLOCK_BYTES
+from tiered_kv.storage.disk.direct_io import BLOCK_BYTES, MAX_VECTORS
 from tiered_kv.storage.disk.extent import Record
 
 RUN_BYTES = 4 << 20  # 4 threads of 4 MiB reach the device's plateau; longer runs only add latency
-RUN_RECORDS = 340  # page, padding and header each may take one of IOV_MAX's 1024 vectors
+RUN_RECORDS = MAX_VECTORS // 2  # a page, and what lies before it, take one vector each
 
 
 @dataclass(slots=True)
