@@ -1,0 +1,67 @@
+"""Plans where a tier is shorter than one conversation."""
+
+from __future__ import annotations
+
+from tiered_kv.keys import KeyChain, PageKey
+from tiered_kv.planner import Planner
+from tiered_kv.storage.base import SlotPool
+
+
+def chain(pages: int) -> KeyChain:
+    return KeyChain([PageKey(page.to_bytes(32, "big")) for page in range(pages)])
+
+
+def planner_of(**capacity: int) -> Planner:
+    return Planner({name: SlotPool(n) for name, n in capacity.items()}, capacity)
+
+
+def put(planner: Planner, keys: KeyChain) -> int:
+    """Hand pages over as a caller with its own slots would; how many were stored."""
+    slots = planner.room.exactly("hbm", len(keys))
+    assert slots is not None
+    plan = planner.plan_put(keys, slots)
+    planner.carry_out(plan)
+    return len(keys) - plan.not_stored
+
+
+def test_the_first_pages_hit_though_hbm_is_full_of_deeper_ones() -> None:
+    """A get of all keys pinned the deep pages that stood in HBM, found no room for the first ones
+    and returned nothing; a hit is a prefix, so the deep ones must make room."""
+    planner = planner_of(hbm=8, host=32)
+    keys = chain(16)
+    for start in range(0, 16, 8):
+        assert put(planner, keys[start : start + 8]) == 8
+    plan = planner.plan_get(keys)
+    assert len(plan.pages) == 8
+    assert plan.sources == ("host",) * 8
+    assert dict(plan.misses) == {"no_room": 8}
+    planner.carry_out(plan)
+    planner.release(plan.pages)
+    assert planner.index.check(lambda: True) == []
+
+
+def test_a_hit_is_cut_where_hbm_is_leased_out() -> None:
+    planner = planner_of(hbm=8, host=32)
+    keys, other = chain(8), KeyChain([PageKey(bytes([page]) * 32) for page in range(200, 206)])
+    put(planner, other)
+    leased = planner.carry_out(planner.plan_get(other))
+    for start in range(0, 8, 2):
+        put(planner, keys[start : start + 2])
+    plan = planner.carry_out(planner.plan_get(keys))
+    assert len(plan.pages) == 2
+    planner.release(plan.pages)
+    planner.release(leased.pages)
+    assert planner.index.check(lambda: True) == []
+
+
+def test_a_conversation_longer_than_host_is_stored_on_disk() -> None:
+    """put() pinned the parent of the new pages, the only leaf on host: nothing could be demoted,
+    and the conversation was never stored past the size of host, with disk free."""
+    planner = planner_of(hbm=8, host=6, disk=64)
+    keys = chain(40)
+    for start in range(0, 40, 4):
+        assert put(planner, keys[start : start + 4]) == 4
+    disk = planner.index.by_name["disk"]
+    assert len(planner.index.match(keys)) == 40
+    assert disk.resident >= 40 - 6
+    assert planner.index.check(lambda: True) == []
