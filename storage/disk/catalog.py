@@ -132,9 +132,9 @@ class Catalog:
                 errno=errno.ENOSPC,
             ) from error
         except lmdb.Error as error:
-            raise TierIOError(
-                f"the catalog of the disk tier failed: {error}", tier="disk", errno=errno.EIO
-            ) from error
+            number = errno.ENOSPC if isinstance(error, lmdb.DiskError) else errno.EIO
+            message = f"the catalog of the disk tier failed: {error}"
+            raise TierIOError(message, tier="disk", errno=number) from error
 
     def close(self) -> None:
         """Give the map back."""
