@@ -1,0 +1,179 @@
+"""What the tests of the store stand on: page contents that name their page, a disk that waits, streams that wait."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from tiered_kv import KVLayout, StoreConfig, TieredStore
+from tiered_kv.errors import TieredKVError
+from tiered_kv.keys import KeyChain, PageKey
+from tiered_kv.planner import StoredPage
+from tiered_kv.storage.base import Page, PageBuffer, Tier
+from tiered_kv.storage.faulty import FaultyTier, WrappedTier
+from tiered_kv.streams import Event, Stream
+
+PAGE_BYTES = 4096
+PAGE_TOKENS = 4
+LAYOUT = KVLayout.uniform(PAGE_BYTES, PAGE_TOKENS)
+PATIENCE_S = 60.0  # a test that waits so long has found a hang
+
+Content = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+def content_of(key: PageKey, page_bytes: int = PAGE_BYTES) -> Content:
+    """The bytes of a page: its key first, then noise seeded by it."""
+    noise = np.random.default_rng(int.from_bytes(key[:8], "little"))
+    page = noise.integers(0, 256, page_bytes, dtype=np.uint8)
+    page[: len(key)] = np.frombuffer(key, np.uint8)
+    return page
+
+
+def write_slot(store: TieredStore, slot: int, content: Content) -> None:
+    """Put content into an HBM slot, as an engine would."""
+    at = 0
+    for layer in store.hbm.layers:
+        size = layer.shape[1]
+        layer[slot] = torch.from_numpy(content[at : at + size])
+        at += size
+
+
+def read_slot(store: TieredStore, slot: int) -> Content:
+    """What stands in an HBM slot."""
+    return np.concatenate([layer[slot].numpy() for layer in store.hbm.layers])
+
+
+def assert_holds(store: TieredStore, slots: Sequence[int], keys: Sequence[PageKey]) -> None:
+    """The slots hold these pages, bit for bit."""
+    for slot, key in zip(slots, keys, strict=True):
+        found = read_slot(store, slot)
+        expected = content_of(key, store.layout.page_bytes)
+        if not np.array_equal(found, expected):
+            other = found[: len(key)].tobytes().hex()[:12]
+            wrong = int((found != expected).sum())
+            raise AssertionError(
+                f"slot {slot} should hold {key.hex()[:12]}: {wrong} bytes differ, begins with {other}"
+            )
+
+
+def fill_slots(store: TieredStore, keys: Sequence[PageKey]) -> list[int]:
+    """New slots with the pages of these keys in them."""
+    slots = store.hbm.allocate(len(keys))
+    assert slots is not None
+    for slot, key in zip(slots, keys, strict=True):
+        write_slot(store, slot, content_of(key, store.layout.page_bytes))
+    return slots
+
+
+def put_pages(store: TieredStore, keys: KeyChain) -> int:
+    """Compute and put pages; how many are stored."""
+    return store.put(keys, fill_slots(store, keys)).wait(PATIENCE_S)
+
+
+def get_pages(store: TieredStore, keys: Sequence[PageKey]) -> tuple[str, ...]:
+    """Get pages, prove their content, give them back; the tiers they came from."""
+    with store.get(keys) as load:
+        count = load.wait(PATIENCE_S)
+        assert_holds(store, load.slots, keys[:count])
+        return load.tiers
+
+
+def settle(store: TieredStore) -> None:
+    """Wait until nothing moves, not counting what a test holds up itself."""
+    while True:
+        with store._lock:
+            transfers = list(store._mover.in_flight)
+        if not transfers:
+            return
+        for transfer in transfers:
+            assert transfer.settled.wait(PATIENCE_S), "a transfer never settled"
+
+
+def flush_hbm(store: TieredStore) -> None:
+    """Throw every page that nobody holds out of HBM."""
+    tier = store._planner.index.by_name["hbm"]
+    with store._lock:
+        free = tier_free_pages(store, "hbm")
+        victims = store._planner.index.victims(tier, tier.resident)
+    slots = store.hbm.allocate(free + len(victims))
+    assert slots is not None
+    for slot in slots:
+        write_slot(store, slot, np.full(store.layout.page_bytes, 0xEE, np.uint8))
+    store.hbm.release(slots)
+
+
+def tier_free_pages(store: TieredStore, tier: str) -> int:
+    """Slots of a tier that nothing has to leave for."""
+    return store._planner.room.free_pages[tier]
+
+
+def index_problems(store: TieredStore, *, idle: bool) -> list[str]:
+    """What is wrong with the store's index, and with how it counts slots."""
+    with store._lock:
+        problems = store._planner.index.check(lambda: idle)
+        for tier in store._planner.index.tiers:
+            if tier.resident > store._planner.room._slots[tier.name].capacity_pages:  # type: ignore[attr-defined]
+                problems.append(f"{tier.name} holds more than it can")
+    return problems
+
+
+class HeldTier(WrappedTier):
+    """Reads or writes of the tier inside wait until the test lets them go."""
+
+    def __init__(self, inner: Tier) -> None:
+        super().__init__(inner)
+        self.read_gate = threading.Event()
+        self.write_gate = threading.Event()
+        self.read_gate.set()
+        self.write_gate.set()
+        self.is_reading = threading.Event()
+        self.is_writing = threading.Event()
+
+    def write(self, slots: Sequence[int], pages: Sequence[Page]) -> None:
+        self.is_writing.set()
+        assert self.write_gate.wait(PATIENCE_S)
+        self.inner.write(slots, pages)
+
+    def read(self, slots: Sequence[int], into: Sequence[PageBuffer]) -> list[TieredKVError | None]:
+        self.is_reading.set()
+        assert self.read_gate.wait(PATIENCE_S)
+        return self.inner.read(slots, into)
+
+
+class RiggedStore(TieredStore):
+    """A store whose own disk tier can be held up (`held`) and made to fail (`faulty`)."""
+
+    held: HeldTier
+    faulty: FaultyTier
+
+    def _open_disk(
+        self, layout: KVLayout, config: StoreConfig
+    ) -> tuple[Tier | None, list[StoredPage]]:
+        disk, found = super()._open_disk(layout, config)
+        assert disk is not None
+        self.faulty = FaultyTier(disk)
+        self.held = HeldTier(self.faulty)
+        return self.held, found
+
+
+@contextmanager
+def held_stream(stream: Stream) -> Iterator[Event]:
+    """Keep a stream busy until the block ends or the event is fired."""
+    let_go, begun = Event(), threading.Event()
+
+    def block() -> None:
+        begun.set()
+        let_go.wait(PATIENCE_S)
+
+    done = stream.submit(block)
+    assert begun.wait(PATIENCE_S)
+    try:
+        yield let_go
+    finally:
+        let_go.fire()
+        done.wait(PATIENCE_S)
