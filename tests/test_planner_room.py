@@ -54,6 +54,16 @@ def test_a_hit_is_cut_where_hbm_is_leased_out() -> None:
     assert planner.index.check(lambda: True) == []
 
 
+def test_without_a_disk_the_prefix_stays_and_what_continues_it_is_not_stored() -> None:
+    planner = planner_of(hbm=8, host=12)
+    keys = chain(32)
+    stored = [put(planner, keys[start : start + 4]) for start in range(0, 32, 4)]
+    assert stored == [4, 4, 4, 0, 0, 0, 0, 0]
+    put(planner, KeyChain([PageKey(bytes([page]) * 32) for page in range(100, 108)]))
+    assert len(planner.index.match(keys)) >= 4
+    assert planner.index.check(lambda: True) == []
+
+
 def test_a_conversation_longer_than_host_is_stored_on_disk() -> None:
     """put() pinned the parent of the new pages, the only leaf on host: nothing could be demoted,
     and the conversation was never stored past the size of host, with disk free."""

@@ -271,7 +271,8 @@ class Planner:
             for page in self._unstored_ancestors(pages[0] if pages else -1) + pages
             if not self._host.state[page] and page not in self._host.doomed
         ]
-        grants = self.room.on_host(len(wanted), draft)
+        above = self.index.parent_of[wanted[0]] if wanted else -1
+        grants = self.room.on_host(len(wanted), draft, below=above)
         moves = []
         for page, grant in zip(wanted, grants, strict=False):
             self.index.begin(self._host, page, grant.slot)

@@ -8,7 +8,8 @@ a crash leaves on disk can hit, and the pages of one prefix lie side by side the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 from tiered_kv.index import Index, TierIndex
@@ -76,8 +77,15 @@ class Room:
         self.free(name, [self._index.evict(tier, page) for page in victims])
         return self.reserve_free(name, n)
 
-    def on_host(self, n: int, draft: Draft) -> list[Grant]:
-        """Up to n host slots; adds to the draft the demotions that free them."""
+    def on_host(self, n: int, draft: Draft, *, below: int = -1) -> list[Grant]:
+        """Up to n host slots; adds to the draft the demotions that free them.
+
+        Args:
+            n: how many are wanted.
+            draft: the plan being made.
+            below: the page they will hang from, or -1. It may go to disk for them, but is not
+                dropped: a prefix is worth more than what continues it.
+        """
         grants = [Grant(slot) for slot in self.reserve_free(HOST, n)]
         missing = n - len(grants)
         if missing <= 0:
@@ -87,8 +95,19 @@ class Room:
             demoted = self._demote(host, missing, draft)
             if demoted is not None:
                 return grants + demoted
-        victims = self._index.victims(host, missing)
+        keep = [below] if below >= 0 and host.state[below] else []
+        with self._held(host, keep):
+            victims = self._index.victims(host, missing)
         return grants + [Grant(self._retake(host, page)) for page in victims]
+
+    @contextmanager
+    def _held(self, tier: TierIndex, pages: Sequence[int]) -> Iterator[None]:
+        """Keep pages in a tier while room is made in it."""
+        for page in pages:
+            self._index.pin(tier, page)
+        yield
+        for page in pages:
+            self._index.unpin(tier, page)
 
     def _retake(self, tier: TierIndex, page: int) -> int:
         """Evict a page and keep its slot for another."""
@@ -133,11 +152,8 @@ class Room:
             return (
                 None  # an ancestor is in HBM alone, or a hole: nothing below it can be made durable
             )
-        for page in held:
-            index.pin(disk, page)
-        slots = self.exactly(DISK, len(order))
-        for page in held:
-            index.unpin(disk, page)
+        with self._held(disk, held):
+            slots = self.exactly(DISK, len(order))
         return None if slots is None else dict(zip(order, slots, strict=True))
 
     def _write(self, page: int, slot: int, *, leaves: bool) -> Move:
