@@ -14,7 +14,8 @@ repeat:
     prefetch     disk to host           O_DIRECT reads of 1 MiB, 4 threads
     get_disk     disk to HBM            the same reads
 
-Both files are written into fresh space. `software` is a put and a get of pages of 2 KiB, where
+Rates are by wall clock and, of put and get and their limit, by CPU time of the process too: what is
+left of them on a machine shared with other work. Both files are written into fresh space. `software` is a put and a get of pages of 2 KiB, where
 copying costs next to nothing: the time of planning, threads and Python for each page.
 """
 
@@ -30,7 +31,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -162,6 +163,13 @@ def _open_direct(path: Path) -> int:
         return os.open(path, flags, 0o600)
 
 
+class Taken(NamedTuple):
+    """Seconds that something took."""
+
+    wall: float
+    cpu: float
+
+
 @dataclass(slots=True)
 class Round:
     """One repeat: set A goes down to disk, set B pushes it out of host, A comes back."""
@@ -170,7 +178,7 @@ class Round:
     raw: Raw
     pages: int
     seed: int
-    seconds: dict[str, tuple[float, float]] = field(default_factory=dict)  # way -> (limit, ours)
+    seconds: dict[str, tuple[Taken, Taken]] = field(default_factory=dict)  # way -> (limit, ours)
 
     def run(self) -> None:
         """All five ways, each right after its limit."""
@@ -188,7 +196,7 @@ class Round:
         store.hbm.release(slots)
 
     def _time(self, way: str, limit: Callable[[], object], ours: Callable[[], object]) -> None:
-        self.seconds[way] = _seconds(limit), _seconds(ours)
+        self.seconds[way] = _taken(limit), _taken(ours)
 
 
 def ways(log: rows.Log, sizes: Sizes, page_bytes: int, directory: Path) -> None:
@@ -219,9 +227,12 @@ def ways(log: rows.Log, sizes: Sizes, page_bytes: int, directory: Path) -> None:
     params: dict[str, Any] = {"page_bytes": page_bytes, "pages": pages, "layers": LAYERS}
     params["load_average"] = rows.load_average()
     for way in _WAYS:
-        for at, metric in enumerate((f"{way}_limit_rate", f"{way}_rate")):
-            rates = [sizes.set_bytes / one.seconds[way][at] for one in taken[1:]]
-            log.add("store_cpu", metric, "B/s", rates, **params)
+        for at, metric in enumerate((f"{way}_limit", way)):
+            clocks = ("wall", "cpu") if way in ("put", "get") else ("wall",)
+            for clock in clocks:
+                seconds = [getattr(one.seconds[way][at], clock) for one in taken[1:]]
+                rates = [sizes.set_bytes / s for s in seconds]
+                log.add("store_cpu", f"{metric}_rate", "B/s", rates, clock=clock, **params)
 
 
 # -- software ------------------------------------------------------------------------------------
@@ -232,27 +243,29 @@ def software(log: rows.Log, batch: int, repeats: int) -> None:
     layout = KVLayout.uniform(_TINY_PAGE_BYTES, _PAGE_TOKENS, layers=LAYERS)
     pool = 2 * batch * _TINY_PAGE_BYTES
     config = StoreConfig.parse(hbm=pool, host=4 * batch * 4096, device="cpu")
-    taken: list[tuple[float, ...]] = []
+    taken: list[tuple[Taken, Taken]] = []
     with TieredStore.open(layout, config) as store:
         for repeat in range(repeats + 3):  # the first three warm up
             keys = _keys(store, batch, repeat)
             slots = _all_hbm(store)
-            put = _sampled(partial(_put, store, keys, slots[:batch]), batch)
+            put = _taken(partial(_put, store, keys, slots[:batch]))
             store.hbm.release(slots[batch:])
             slots = _all_hbm(store)
-            get = _sampled(partial(_get, store, keys, slots[:batch]), batch)
+            get = _taken(partial(_get, store, keys, slots[:batch]))
             store.hbm.release(slots)
             if repeat >= 3:
-                taken.append((*put, *get))
-    metrics = ("put_s_per_page", "put_cpu_s_per_page", "get_s_per_page", "get_cpu_s_per_page")
-    for metric, samples in zip(metrics, zip(*taken, strict=True), strict=True):
-        log.add("software", metric, "s", samples, batch=batch, load_average=rows.load_average())
+                taken.append((put, get))
+    for at, metric in enumerate(("put_s_per_page", "get_s_per_page")):
+        for clock in ("wall", "cpu"):
+            samples = [getattr(one[at], clock) / batch for one in taken]
+            params = {"batch": batch, "load_average": rows.load_average()}
+            log.add("software", metric, "s", samples, clock=clock, **params)
 
 
-def _sampled(run: Callable[[], object], batch: int) -> tuple[float, float]:
-    cpu = time.process_time()
-    wall = _seconds(run)
-    return wall / batch, (time.process_time() - cpu) / batch
+def _taken(run: Callable[[], object]) -> Taken:
+    cpu, wall = time.process_time(), time.perf_counter()
+    run()
+    return Taken(time.perf_counter() - wall, time.process_time() - cpu)
 
 
 def _put(store: TieredStore, keys: KeyChain, slots: list[int]) -> None:
@@ -272,12 +285,6 @@ def _all_hbm(store: TieredStore) -> list[int]:
     slots = store.hbm.allocate(store.hbm.capacity_pages)
     assert slots is not None, "on a CPU a page is free as soon as its transfer has ended"
     return slots
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
 
 
 if __name__ == "__main__":
