@@ -15,8 +15,9 @@ repeat:
     get_disk     disk to HBM            the same reads
 
 Rates are by wall clock and, of put and get and their limit, by CPU time of the process too: what is
-left of them on a machine shared with other work. Both files are written into fresh space. `software` is a put and a get of pages of 2 KiB, where
-copying costs next to nothing: the time of planning, threads and Python for each page.
+left of them on a machine shared with other work. Both files are written into fresh space.
+`software` is a put and a get of pages of 2 KiB, where copying costs next to nothing: the time of
+planning, threads and Python for each page.
 """
 
 from __future__ import annotations
