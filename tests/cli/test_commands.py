@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tiered_kv.cli import main
+from tiered_kv.cli.progress import Progress
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--page-bytes", "4KiB", "--hbm", "64KiB", "--host", "160KiB", "--page-tokens", "16"]
@@ -191,3 +192,19 @@ def test_the_command_line_starts_without_torch_or_an_engine() -> None:
     )
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert found.stdout.strip() == "[]", found.stderr
+
+
+def test_ctrl_c_reports_what_was_done_and_exits_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(self: Progress, done: int, total: int, text: str) -> None:
+        if done == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Progress, "show", interrupt)
+    assert replay("--json") == 130
+    out, error = capsys.readouterr()
+    report = json.loads(out)
+    assert report["interrupted"] is True
+    assert report["requests"] == {"planned": 9, "done": 4}
+    assert "interrupted" in error
