@@ -8,6 +8,8 @@ HBM is a pool in host memory, pages scattered over 32 layers. Each way is timed 
 `TieredStore`, from the call to the end of `wait`, right after its limit on as many bytes, repeat by
 repeat:
 
+    gather       no store: the copies   memcpy, one thread
+                 of a put alone
     put          HBM to host            memcpy, one thread
     get          host to HBM            memcpy, one thread
     flush        host to disk, durable  O_DIRECT writes of 8 MiB, 2 threads, then fdatasync
@@ -47,7 +49,7 @@ from tiered_kv.store import TieredStore
 LAYERS = 32
 _PAGE_TOKENS = 16
 _PAGE_BYTES = (64 << 10, 256 << 10, 2 << 20)
-_WAYS = ("put", "get", "flush", "prefetch", "get_disk")
+_WAYS = ("gather", "put", "get", "flush", "prefetch", "get_disk")
 _TINY_PAGE_BYTES = LAYERS * 64
 _BATCHES = (1, 16, 64, 256)
 
@@ -121,6 +123,15 @@ class Raw:
         source, target = self._slabs
         np.copyto(target.array, source.array)
 
+    def gather(self, page_bytes: int) -> None:
+        """As many bytes out of 32 layers, page by page: one strided copy a page."""
+        source, target = (slab.array for slab in self._slabs)
+        pages = self._n_bytes // page_bytes
+        pool = source.reshape(LAYERS, pages, page_bytes // LAYERS)
+        host = target.reshape(pages, LAYERS, page_bytes // LAYERS)
+        for page in range(pages):
+            np.copyto(host[page], pool[:, page])
+
     def write(self) -> None:
         """The next n_bytes of the file, durable."""
         base = self._written * self._n_bytes
@@ -182,10 +193,11 @@ class Round:
     seconds: dict[str, tuple[Taken, Taken]] = field(default_factory=dict)  # way -> (limit, ours)
 
     def run(self) -> None:
-        """All five ways, each right after its limit."""
+        """All ways, each right after its limit."""
         store, raw, pages = self.store, self.raw, self.pages
         first, second = (_keys(store, pages, seed) for seed in (self.seed, self.seed + 1))
         slots = _all_hbm(store)
+        self._time("gather", raw.memcpy, partial(raw.gather, store.layout.page_bytes))
         self._time("put", raw.memcpy, partial(_put, store, first, slots[:pages]))
         self._time("flush", raw.write, store.flush)
         _put(store, second, slots[pages:])  # the first set gives way; it is on disk
@@ -201,7 +213,7 @@ class Round:
 
 
 def ways(log: rows.Log, sizes: Sizes, page_bytes: int, directory: Path) -> None:
-    """The five ways at one page size."""
+    """All ways at one page size."""
     pages = sizes.set_bytes // page_bytes
     layout = KVLayout.uniform(page_bytes, _PAGE_TOKENS, layers=LAYERS)
     rounds = sizes.repeats + 1  # the first warms up
@@ -229,7 +241,7 @@ def ways(log: rows.Log, sizes: Sizes, page_bytes: int, directory: Path) -> None:
     params["load_average"] = rows.load_average()
     for way in _WAYS:
         for at, metric in enumerate((f"{way}_limit", way)):
-            clocks = ("wall", "cpu") if way in ("put", "get") else ("wall",)
+            clocks = ("wall", "cpu") if way in ("gather", "put", "get") else ("wall",)
             for clock in clocks:
                 seconds = [getattr(one.seconds[way][at], clock) for one in taken[1:]]
                 rates = [sizes.set_bytes / s for s in seconds]
