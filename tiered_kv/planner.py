@@ -52,12 +52,16 @@ class Planner:
         self._host = self.index.by_name[HOST]
         self._disk = self.index.by_name.get(DISK)
         self._write_through = write_through and self._disk is not None
+        self._returned: set[Move] = set()  # demotions that failed in plans not ended yet
 
     # -- get ---------------------------------------------------------------------------------------
 
     def source_of(self, page: int) -> str:
         """The fastest tier that has a page, or awaits it."""
-        return next(tier.name for tier in self.index.tiers if tier.state[page])
+        for tier in self.index.tiers:
+            if tier.state[page]:
+                return tier.name
+        raise KeyError(page)
 
     def plan_get(
         self, keys: Sequence[PageKey], *, gate: Gate = LOAD_ALL, into: Sequence[int] | None = None
@@ -388,6 +392,8 @@ class Planner:
             return
         self.index.begin(self._host, move.page, move.source_slot)
         self.index.finish(self._host, move.page)
+        self.index.pin(self._host, move.page)  # who was promised its slot must find it taken
+        self._returned.add(move)
 
     def _went_back(self, move: Move) -> bool:
         """Whether the slot a move was promised is again that of the page that did not leave."""
@@ -407,6 +413,9 @@ class Planner:
         """All moves of a plan have arrived or failed: take its pins back, free what was spare."""
         for tier, page in plan.pins:
             self._unpin(tier, page)
+        for move in self._returned.intersection(plan.demote):
+            self._returned.remove(move)
+            self._unpin(HOST, move.page)
         if self._hbm is not None:
             self.room.free(HBM, plan.spare_slots)
 

@@ -148,6 +148,8 @@ class Room:
             order.update(dict.fromkeys(reversed(path)))
             if page >= 0 and disk.state[page]:
                 held.append(page)  # on disk, and soon a parent there: must not leave meanwhile
+        if any(page in disk.doomed for page in order):
+            return None  # somebody still reads a copy found bad: not before that has ended
         if any(not index.by_name[HOST].state[page] for page in order):
             return (
                 None  # an ancestor is in HBM alone, or a hole: nothing below it can be made durable
