@@ -745,3 +745,27 @@ def test_a_page_whose_bad_disk_copy_is_still_being_read_can_be_put_again() -> No
     rig.check()
     assert other.is_over
     assert rig.tiers_of("a") == ["hbm+host"]
+
+
+def test_a_get_that_joined_a_failed_fill_does_not_abort_the_next_one() -> None:
+    """Three gets of one page: the first fill fails, the second had joined it. Before the second has
+    been told, a third gets the same HBM slot; the second's failure then freed it under the third,
+    which read another page's bytes from it.
+    """
+    rig = PlannerRig(hbm=4, host=2, disk=0)
+    rig.put(chain("a"))
+    rig.release_owned(rig.allocate(4) or [])
+    first, second = rig.begin_get(chain("a")), rig.begin_get(chain("a"))
+    rig.begin(first, first.queued[0], fails=True)
+    rig.publish(first)
+    rig.begin(second, second.queued[0])
+    third = rig.begin_get(chain("a"))
+    assert third.plan.slots == second.plan.slots
+    rig.land(second)
+    assert second.arrived_pages() == 0
+    rig.land(third)
+    rig.put(chain("x", "y", "z"))
+    assert third.arrived_pages() == 1
+    for flight in (first, second, third):
+        rig.release(flight)
+    rig.check()

@@ -344,8 +344,8 @@ class Planner:
         """A move was not made: its page does not count in the target, whose slot is free again."""
         if move.leaves:
             self._restore(move)
-        if not self.is_arriving(move):
-            return
+        if move.is_in_place or not self.is_arriving(move):
+            return  # in place: the arrival is another plan's, or by now that of a third
         tier = self.index.by_name[move.target]
         slot = self.index.abort(tier, move.page, reason)
         if not self._went_back(move):
