@@ -11,6 +11,7 @@ hole; as soon as the page is computed and put again they can, for a key stands f
 
 from __future__ import annotations
 
+import mmap
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,6 +42,27 @@ class Hints:
     session: str = ""
 
 
+_FIRST_PAGES = 4096
+
+
+def _column(typecode: str, pages: int = _FIRST_PAGES) -> memoryview[int]:
+    """A column of zeros, one integer a page, in a mapping of its own.
+
+    Only what is used becomes resident, and growing gives all of the old one back: arrays that are
+    appended to left 30 bytes a page behind in malloc's heap (1 M pages, glibc 2.36, 2026-11).
+    """
+    n_bytes = pages * array(typecode).itemsize
+    mapping = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    column: memoryview[int] = memoryview(mapping).cast(typecode)  # type: ignore[call-overload]
+    return column
+
+
+def _longer(old: memoryview[int], pages: int) -> memoryview[int]:
+    new = _column(old.format, pages)
+    new[: len(old)] = old
+    return new
+
+
 class TierIndex:
     """One tier's share of the index: state, slot, pins, children by page; the policy's `Tree`."""
 
@@ -59,10 +81,10 @@ class TierIndex:
     def __init__(self, name: str, policy: str, index: Index) -> None:
         self.name = name
         self._index = index
-        self.state = bytearray()
-        self.slot = array("i")
-        self.pins = array("H")
-        self.children = array("i")  # children in this tier or on their way into it
+        self.state = _column("B")
+        self.slot = _column("i")
+        self.pins = _column("H")
+        self.children = _column("i")  # children in this tier or on their way into it
         self.doomed: dict[int, int] = {}  # page -> slot of a condemned copy somebody still reads
         self.resident = 0
         self.policy: Policy = make(policy, self)
@@ -79,12 +101,12 @@ class TierIndex:
         """Logical time of the last use."""
         return self._index.last_use_of[page]
 
-    def grow(self) -> None:
-        """Room for one more page."""
-        self.state.append(TierState.ABSENT)
-        self.slot.append(-1)
-        self.pins.append(0)
-        self.children.append(0)
+    def grow(self, pages: int) -> None:
+        """Room for `pages` pages in all."""
+        self.state = _longer(self.state, pages)
+        self.slot = _longer(self.slot, pages)
+        self.pins = _longer(self.pins, pages)
+        self.children = _longer(self.children, pages)
 
     def is_resident(self, page: int) -> bool:
         """Whether the page's bytes are here and verified."""
@@ -135,10 +157,10 @@ class Index:
         self._free_ids: list[int] = []
         self._clock = 0
         self._ghosts: OrderedDict[PageKey, str] = OrderedDict()
-        self.parent_of = array("i")
-        self.children_of = array("i")  # nodes that name this page as parent, wherever they are
-        self.last_use_of = array("q")
-        self.hits_of = array("I")
+        self.parent_of = _column("i")
+        self.children_of = _column("i")  # nodes that name this page as parent, wherever they are
+        self.last_use_of = _column("q")
+        self.hits_of = _column("I")
         self.hints: dict[int, Hints] = {}
 
     def __len__(self) -> int:
@@ -166,7 +188,10 @@ class Index:
 
     def is_present(self, page: int, besides: TierIndex | None = None) -> bool:
         """Whether any tier (besides one) has the page or awaits it."""
-        return any(tier.state[page] for tier in self.tiers if tier is not besides)
+        for tier in self.tiers:  # noqa: SIM110 - any() costs 1 us more, in every match
+            if tier.state[page] and tier is not besides:
+                return True
+        return False
 
     def match(self, keys: Sequence[PageKey]) -> list[int]:
         """Pages of the longest prefix that is in some tier, or arriving; changes nothing."""
@@ -309,18 +334,26 @@ class Index:
             self.hits_of[page] = 0
         else:
             page = len(self._keys)
+            if page == len(self.parent_of):
+                self._grow(max(_FIRST_PAGES, 2 * page))
             self._keys.append(key)
-            self.parent_of.append(parent)
-            self.children_of.append(0)
-            self.last_use_of.append(0)
-            self.hits_of.append(0)
+            self.parent_of[page] = parent
             for tier in self.tiers:
-                tier.grow()
+                tier.slot[page] = -1
         self._ids[key] = page
         self._ghosts.pop(key, None)
         if parent >= 0:
             self.children_of[parent] += 1
         return page
+
+    def _grow(self, pages: int) -> None:
+        """Room for `pages` pages in all."""
+        self.parent_of = _longer(self.parent_of, pages)
+        self.children_of = _longer(self.children_of, pages)
+        self.last_use_of = _longer(self.last_use_of, pages)
+        self.hits_of = _longer(self.hits_of, pages)
+        for tier in self.tiers:
+            tier.grow(pages)
 
     def _forget_if_empty(self, page: int) -> None:
         """Drop a node that is nowhere, held by nobody and parent of none; then maybe its parent."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tiered_kv.keys import PageKey
 
@@ -24,8 +25,7 @@ MISS_REASONS = (
 """What `why_miss` can say of a page that did not hit."""
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """One page from one slot to another.
 
     Attributes:
