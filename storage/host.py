@@ -60,7 +60,7 @@ class HostTier(Tier):
         self._capacity_bytes = capacity_bytes
         self._slots = SlotPool(slots - self.staging_pages)
         self._lock = threading.Lock()
-        self._slab = Slab(slots * self._stride, pin=pin)
+        self._slab = Slab(slots * self._stride, pin=pin, slot_bytes=self._stride)
         self._views = self._slab.array.reshape(slots, self._stride)[:, :page_bytes]
 
     @property

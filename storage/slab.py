@@ -8,6 +8,7 @@ later.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import mmap
@@ -38,12 +39,14 @@ class Slab:
     Args:
         n_bytes: how much; rounded up to whole system pages.
         pin: register it with CUDA, so that copies to and from the GPU are asynchronous.
+        slot_bytes: what it will be cut into: no registration ends inside a slot, for a copy across
+            two of them fails (SGLang #36798).
 
     Raises:
         CapacityError: the system will not give that much memory.
     """
 
-    def __init__(self, n_bytes: int, *, pin: bool = False) -> None:
+    def __init__(self, n_bytes: int, *, pin: bool = False, slot_bytes: int = ALIGNMENT) -> None:
         self.n_bytes = align_up(n_bytes)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         try:
@@ -58,7 +61,7 @@ class Slab:
         self._touch()
         self._pinned: list[int] = []
         if pin:
-            self._pin()
+            self._pin(max(1, _PIN_CHUNK // slot_bytes) * slot_bytes)
 
     @property
     def is_pinned(self) -> bool:
@@ -86,13 +89,14 @@ class Slab:
                 )
             )
 
-    def _pin(self) -> None:
+    def _pin(self, chunk_bytes: int) -> None:
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        for at in range(0, self.n_bytes, _PIN_CHUNK):
+        for at in range(0, self.n_bytes, chunk_bytes):
             address = self.array.ctypes.data + at
-            status = runtime.cudaHostRegister(address, min(_PIN_CHUNK, self.n_bytes - at), 0)
+            status = runtime.cudaHostRegister(address, min(chunk_bytes, self.n_bytes - at), 0)
             if int(status) != 0:
                 self._unpin()
+                _clear_cuda_error()
                 _log.warning(
                     "could not pin %d bytes of host memory (CUDA error %d): copies to and from the "
                     "GPU will be synchronous and about half as fast; check `ulimit -l`",
@@ -118,3 +122,12 @@ class Slab:
             self._map.close()
         except BufferError:
             _log.debug("views of a closed slab are still held; its memory goes with them")
+
+
+def _clear_cuda_error() -> None:
+    """Take the error of a failed registration away, lest the next kernel launch be blamed for it.
+
+    torch has no call for that; a launch of our own collects it (vllm #51081).
+    """
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
