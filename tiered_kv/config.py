@@ -25,25 +25,33 @@ class StoreConfig(BaseModel):
 
     hbm: Size = Field(description="GPU memory for hot pages (host memory where there is no GPU)")
     host: Size = Field(description="pinned host memory for warm pages")
-    disk: Path | None = Field(None, description="directory for cold pages; none: no disk tier")
-    disk_size: Size | None = Field(None, description="bytes the directory may ever take")
+    disk: Path | None = Field(
+        default=None, description="directory for cold pages; none: no disk tier"
+    )
+    disk_size: Size | None = Field(default=None, description="bytes the directory may ever take")
     write_policy: WritePolicy = Field(
-        "back",
+        default="back",
         description="back: a page goes to disk when host gives it up or the store closes; "
         "through: every page at once",
     )
-    policy: PolicyName = Field("lru", description="the order in which full tiers give pages up")
-    device: str = Field("auto", description="where the hbm tier lives: auto, cpu, cuda, cuda:N")
-    model_name: str = Field("", description="which weights made the KV; enters every key")
-    deadline_s: float | None = Field(
-        60.0, gt=0, description="seconds after which a load is given up as a miss; none: wait"
+    policy: PolicyName = Field(
+        default="lru", description="the order in which full tiers give pages up"
     )
-    io_threads: int = Field(4, ge=1, le=64, description="threads that read the disk")
+    device: str = Field(
+        default="auto", description="where the hbm tier lives: auto, cpu, cuda, cuda:N"
+    )
+    model_name: str = Field(default="", description="which weights made the KV; enters every key")
+    deadline_s: float | None = Field(
+        default=60.0,
+        gt=0,
+        description="seconds after which a load is given up as a miss; none: wait",
+    )
+    io_threads: int = Field(default=4, ge=1, le=64, description="threads that read the disk")
     min_load_tokens: int = Field(
-        0, ge=0, description="a stored prefix shorter than this is recomputed, not loaded"
+        default=0, ge=0, description="a stored prefix shorter than this is recomputed, not loaded"
     )
     prefill_tokens_per_s: float | None = Field(
-        None,
+        default=None,
         gt=0,
         description="how fast the engine computes a prompt; pages that would load slower than that "
         "(by measured rate) are not loaded. none: always load",
