@@ -174,7 +174,7 @@ def test_people_are_told_what_is_wrong() -> None:
     decided = {"hbm": 1, "host": 0, "disk": 0}
     bad = report(turn(0, outputs_equal=False), decided_tokens=decided, interrupted=True)
     text = printed(bad)
-    for words in ("NO: 1 of 1 differ", "NO (1 differ)", "NO: hbm 1", "interrupted"):
+    for words in ("NO: 1 of 1 differ", "1 NOT", "NO: hbm 1", "interrupted"):
         assert words in text
 
 
@@ -204,5 +204,5 @@ def test_many_turns_are_put_together_and_none_is_lost() -> None:
 def test_unknown_turns_are_shown_in_tenths_of_the_trace() -> None:
     groups = grouped([turn(i, turn=None) for i in range(2000)])
     assert len(groups) == 10
-    assert groups[0].label == "requests 1-200"
+    assert groups[0].label == "1-200"
     assert grouped([]) == []

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -33,8 +34,7 @@ def grouped(turns: Sequence[TurnRecord]) -> list[TurnGroup]:
     if any(turn.turn is None for turn in turns):
         parts = _cut(list(turns), 10)
         return [
-            TurnGroup(f"requests {part[0].position + 1}-{part[-1].position + 1}", part)
-            for part in parts
+            TurnGroup(f"{part[0].position + 1:,}-{part[-1].position + 1:,}", part) for part in parts
         ]
     by_turn: dict[int, list[TurnRecord]] = {}
     for turn in sorted(turns, key=lambda record: record.turn or 0):
@@ -73,11 +73,16 @@ def print_report(report: ReplayReport, console: Console) -> None:
 
 def turn_table(turns: Sequence[TurnRecord]) -> Table:
     """One row a turn: means of tokens, medians of times."""
-    table = Table(title="By turn: mean tokens, median time to first token")
-    for column in ("turn", "requests", "prompt", *(f"from {tier}" for tier in TIERS)):
-        table.add_column(column, justify="right")
-    for column in ("TTFT store", "TTFT recompute", "ratio", "outputs equal"):
-        table.add_column(column, justify="right")
+    what = "request" if any(turn.turn is None for turn in turns) else "turn"
+    table = Table(
+        title="Mean tokens of a prompt and reused from each tier; median TTFT",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    for column in (what, "n", "prompt", *TIERS, "store", "recompute", "ratio", "equal"):
+        table.add_column(column, justify="right", no_wrap=True)
     for group in grouped(turns):
         table.add_row(*_cells(group))
     return table
@@ -95,7 +100,7 @@ def _cells(group: TurnGroup) -> list[str]:
         _duration(median(turn.ttft_store_s for turn in turns)),
         _duration(median(turn.ttft_recompute_s for turn in turns)),
         f"{median(turn.ttft_ratio for turn in turns):.2f}",
-        f"NO ({wrong} differ)" if wrong else "yes",
+        f"{wrong} NOT" if wrong else "yes",
     ]
 
 
@@ -106,6 +111,7 @@ def summary(report: ReplayReport) -> list[tuple[str, str]]:
     if report.interrupted:
         rows.append(("interrupted", "this is what was done until then"))
     rows.append(("outputs equal", _outputs(report)))
+    rows.append(("came back from", _origins(report)))
     rows.append(("hit tokens", _hits(report)))
     if report.decided_tokens is not None:
         rows.append(("decided without bytes", _decided(report)))
@@ -131,6 +137,13 @@ def _outputs(report: ReplayReport) -> str:
     differences = [t.logit_difference for t in report.turns if t.logit_difference is not None]
     largest = f"; logits of first tokens within {max(differences):.1e}" if differences else ""
     return f"yes, all {len(report.turns):,}{largest}"
+
+
+def _origins(report: ReplayReport) -> str:
+    served = [tier for tier in TIERS if report.hit_tokens.get(tier)]
+    if len(served) == len(TIERS):
+        return f"all three tiers: {', '.join(served)}"
+    return f"{' and '.join(served)} only" if served else "nowhere: no page was reused"
 
 
 def _hits(report: ReplayReport) -> str:
