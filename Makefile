@@ -21,7 +21,8 @@ $(VENV)/.installed: pyproject.toml constraints-cpu.txt
 	@touch $@
 
 demo: install
-	$(BIN)/tiered-kv replay --engine hf --model tiny-qwen3
+	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
+	$(BIN)/tiered-kv replay --config examples/demo.toml --disk "$$folder/kv"
 
 test: install
 	$(BIN)/python -m pytest

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import gpu, keys, rows, store_cpu
+from bench import gpu, keys, replay, rows, store_cpu
 from bench.gpu_checks import races, rig
 
 FIELDS = ["name", "metric", "unit", "params", "p20", "p50", "p80"]
@@ -126,3 +126,10 @@ def test_keys_bench_measures_keys_memory_and_evictions(tmp_path: Path) -> None:
     assert keys.main(["--smoke", "--rows", str(path)]) == 0
     metrics = {row["metric"] for row in read_rows(path)}
     assert {"tokens_per_s", "bytes_per_page", "evict_p99_s_per_page"} <= metrics
+
+
+def test_replay_bench_compares_turns_restored_and_recomputed(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    assert replay.main(["--smoke", "--repeats", "1", "--rows", str(path)]) == 0
+    metrics = {row["metric"] for row in read_rows(path)}
+    assert metrics == {"reused_tokens", "ttft_store_s", "ttft_recompute_s", "ttft_ratio"}
