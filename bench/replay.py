@@ -27,7 +27,8 @@ from tiered_kv.replay.session import run_replay
 from tiered_kv.replay.settings import ReplaySettings
 
 DEMO = Path(__file__).resolve().parents[1] / "examples" / "demo.toml"
-_SMOKE = {"model": "micro-qwen3", "conversations": 2, "turns": 2, "context_tokens": 200}
+_SMOKE: dict[str, Any] = {"model": "micro-qwen3", "conversations": 2, "turns": 3}
+_SMOKE |= {"context_tokens": 300, "system_tokens": 64}
 _LONG_TOKENS = 2000
 
 
