@@ -16,7 +16,8 @@ LEVELS: tuple[frozenset[str], ...] = tuple(
     frozenset(level.split())
     for level in (
         "errors",
-        "keys config layout",
+        "keys config model_config",
+        "layout",
         "policy kernels",
         "index storage",
         "plan streams",
@@ -33,7 +34,8 @@ LEVELS: tuple[frozenset[str], ...] = tuple(
 )
 """Units of the package, lowest first: a unit imports itself and what stands below it."""
 
-DECIDES = {"index", "plan", "planner", "room", "policy", "keys", "layout", "config", "errors"}
+DECIDES = {"index", "plan", "planner", "room", "policy", "keys"}
+DECIDES |= {"layout", "model_config", "config", "errors"}
 ENGINES = {"transformers", "vllm", "sglang"}
 ENGINE_PLACES = ("tiered_kv.plugins.", "tiered_kv.replay.engines.")
 VAGUE_MODULES = {"utils", "util", "helpers", "helper", "common", "misc"}

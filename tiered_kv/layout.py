@@ -25,43 +25,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tiered_kv.errors import ConfigError
+from tiered_kv.model_config import (
+    HEADS,
+    HIDDEN,
+    KV_HEADS,
+    STATE_GROUPS,
+    STATE_WIDTH,
+    ModelConfig,
+    read_config,
+)
 
 _1_BYTE = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "int8", "uint8")
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, **dict.fromkeys(_1_BYTE, 1)}
-_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-_HEADS = ("num_attention_heads", "n_head", "n_heads")
-_HIDDEN = ("hidden_size", "n_embd", "d_model", "n_embed")
-_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads")
-_STATE_WIDTH = ("mamba_d_state", "ssm_state_size", "state_size")
-_STATE_GROUPS = ("mamba_n_groups", "mamba_ngroups", "n_groups")
-_NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
-
-# Caches that the rules below would size wrongly: better no layout than a wrong one.
-_REFUSED_MODELS = ("longcat_flash", "recurrent_gemma", "rwkv", "xlstm")
-_REFUSED_KEYS = (
-    *("index_topk", "compress_ratios", "block_configs", "linear_attn_config"),
-    *("attn_config", "multi_query_attention", "is_encoder_decoder"),
-)
-# One layer in n is global, where a config older than `layer_types` leaves that to the model's code.
-_GLOBAL_EVERY = {"gemma2": 2, "gpt_oss": 2, "cohere2": 4, "llama4_text": 4, "olmo3": 4}
-_GLOBAL_EVERY |= {"gemma3n_text": 5, "gemma3_text": 6, "gemma4_text": 6}
-
-# transformers leaves out of a nested config what equals the class's default, so those have to be
-# known (as of 5.24). A top-level config is written in full; only head_dim is used for it.
-_DEFAULT_KEYS = (_LAYERS[0], _HIDDEN[0], _HEADS[0], _KV_HEADS[0], "head_dim", "sliding_window")
-_CLASS_DEFAULTS: dict[str, tuple[int | None, ...]] = {
-    "gemma3_text": (26, 2304, 8, 4, 256, 4096),
-    "llama": (32, 4096, 32, None, None, None),
-    "mistral": (32, 4096, 32, 8, None, 4096),
-    "qwen3": (32, 4096, 32, 32, 128, None),
-}
-_BLOCKS = {  # by name in a list, or by letter in Nemotron-H's pattern
-    **dict.fromkeys(("full_attention", "attention", "*"), "full"),
-    **dict.fromkeys(("sliding_attention", "chunked_attention"), "sliding"),
-    **dict.fromkeys(("linear_attention", "mamba", "M"), "state"),
-    **dict.fromkeys(("mlp", "moe", "-", "E"), "none"),
-    "hybrid": "hybrid",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +166,7 @@ class KVLayout:
                 that do not divide; one line that names it and says what would be right.
         """
         _check_sizes(page_tokens, tp_rank, tp_size)
-        settings = _Settings.of_text_model(_read_config(config))
+        settings = ModelConfig.of_text_model(read_config(config))
         model_dtype = settings.find("torch_dtype")
         kv_dtype = model_dtype if dtype in (None, "auto") else str(dtype).removeprefix("torch.")
         if kv_dtype is None:
@@ -238,112 +213,6 @@ class KVLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class _Settings:
-    """The text model's part of a config, with the questions that are asked of it."""
-
-    model: str
-    values: Mapping[str, Any]
-
-    @classmethod
-    def of_text_model(cls, config: Mapping[str, Any]) -> _Settings:
-        values, model, dtype = config, None, None
-        inner: Mapping[str, Any] | None = config
-        while inner is not None:
-            values, model = inner, inner.get("model_type") or model
-            dtype = inner.get("torch_dtype") or inner.get("dtype") or dtype
-            inner = next((values[k] for k in _NESTED if isinstance(values.get(k), Mapping)), None)
-        if not isinstance(model, str):
-            raise ConfigError("the config has no model_type: give a decoder model's config.json")
-        defaults = dict(zip(_DEFAULT_KEYS, _CLASS_DEFAULTS.get(model, ()), strict=False))
-        if values is config:
-            defaults = {"head_dim": defaults.get("head_dim")}
-        dtype = dtype and str(dtype).removeprefix("torch.")
-        settings = cls(model, {**defaults, **values, "torch_dtype": dtype})
-        settings._refuse_unknown_caches()
-        return settings
-
-    def _refuse_unknown_caches(self) -> None:
-        odd = next((key for key in _REFUSED_KEYS if self.find(key)), None)
-        odd = self.model if self.model in _REFUSED_MODELS else odd
-        if odd:
-            raise self.error(f"{odd} means a cache unknown here: use KVLayout.from_tensors")
-        if self.find(*_HEADS, *_STATE_WIDTH) is None:
-            raise self.error("unknown: a decoder's config has num_attention_heads or a state_size")
-
-    def error(self, problem: str) -> ConfigError:
-        return ConfigError(f"model type {self.model!r}: {problem}")
-
-    def find(self, *names: str) -> Any:
-        """The first that is given; null and "auto" count as not given."""
-        for name in names:
-            if self.values.get(name) not in (None, "auto"):
-                return self.values[name]
-        return None
-
-    def count(self, *names: str) -> int | None:
-        """The first that is given, as a positive integer."""
-        value = self.find(*names)
-        if value is not None and (type(value) is not int or value < 1):
-            raise self.error(f"{' or '.join(names)} must be a positive integer, not {value!r}")
-        return value
-
-    def need(self, *names: str) -> int:
-        """As `count`, but it must be there."""
-        value = self.count(*names)
-        if value is None:
-            raise self.error(f"its config lacks {' or '.join(names)}, a positive integer")
-        return value
-
-    def block_kinds(self) -> list[str]:
-        """What each layer is: full, sliding, state, hybrid or none."""
-        names = self.find("layer_types", "layers_block_type", "hybrid_override_pattern")
-        names = names or self._implied_blocks()
-        names = [str(name) for name in (names if isinstance(names, (list, str)) else [names])]
-        unknown = next((name for name in names if name not in _BLOCKS), None)
-        if unknown is not None:
-            raise self.error(f"layer type {unknown!r} is not one of {', '.join(_BLOCKS)}")
-        layers = self.count(*_LAYERS) or len(names)
-        if layers != len(names):
-            raise self.error(f"{len(names)} layer types for {layers} layers: need one a layer")
-        shared = self.find("num_kv_shared_layers") or 0  # the last ones, which read others' KV
-        return [_BLOCKS[name] for name in names[: layers - shared]] + ["none"] * shared
-
-    def _implied_blocks(self) -> list[str]:
-        layers = self.need(*_LAYERS)
-        if self.model == "falcon_h1":
-            return ["hybrid"] * layers
-        if self.find("attn_type_list"):
-            attention = [i for i, kind in enumerate(self.find("attn_type_list")) if kind]
-        elif self.model == "bamba":
-            attention = self.find("attn_layer_indices") or []
-        elif self.model == "jamba":
-            period, offset = self.need("attn_layer_period"), self.find("attn_layer_offset") or 0
-            attention = [i for i in range(layers) if i % period == offset]
-        elif self.find("linear_num_value_heads"):
-            interval = self.count("full_attention_interval") or 4
-            attention = list(range(interval - 1, layers, interval))
-        elif self.find(*_HEADS) is None:
-            attention = []
-        elif self.find(*_STATE_WIDTH):
-            raise self.error("its config lacks layer_types, one 'attention' or 'mamba' a layer")
-        else:
-            return self._implied_windows(layers)
-        return ["attention" if i in attention else "mamba" for i in range(layers)]
-
-    def _implied_windows(self, layers: int) -> list[str]:
-        is_on = self.find("use_sliding_window")
-        is_on = self.find("max_window_layers") is None if is_on is None else is_on
-        if not is_on or not self.find("sliding_window", "attention_chunk_size"):
-            return ["full_attention"] * layers
-        first = self.find("max_window_layers") or 0
-        every = self.count("sliding_window_pattern") or _GLOBAL_EVERY.get(self.model, layers + 1)
-        return [
-            "sliding_attention" if i >= first and (i + 1) % every else "full_attention"
-            for i in range(layers)
-        ]
-
-
-@dataclass(frozen=True, slots=True)
 class _CacheReader:
     """What layers keep on one rank, from their settings."""
 
@@ -351,7 +220,7 @@ class _CacheReader:
     model_bytes: int
     tp_size: int
 
-    def groups(self, settings: _Settings) -> tuple[LayerGroup, ...]:
+    def groups(self, settings: ModelConfig) -> tuple[LayerGroup, ...]:
         members: dict[LayerGroup, list[int]] = {}
         overrides = settings.find("per_layer_config") or {}
         for layer, kind in enumerate(settings.block_kinds()):
@@ -360,7 +229,7 @@ class _CacheReader:
                 members.setdefault(part, []).append(layer)
         return tuple(replace(part, layers=tuple(layers)) for part, layers in members.items())
 
-    def _parts(self, layer: _Settings, kind: str) -> list[LayerGroup]:
+    def _parts(self, layer: ModelConfig, kind: str) -> list[LayerGroup]:
         parts = []
         if kind in ("full", "sliding", "hybrid"):
             parts.append(self._attention(layer, is_sliding=kind == "sliding"))
@@ -368,20 +237,20 @@ class _CacheReader:
             parts.append(LayerGroup("state", (), 0, self._state_bytes(layer)))
         return parts or [LayerGroup("state", (), 0)]
 
-    def _attention(self, layer: _Settings, *, is_sliding: bool) -> LayerGroup:
-        heads = layer.need(*_HEADS)
-        self._share(layer, _HEADS[0], heads)
+    def _attention(self, layer: ModelConfig, *, is_sliding: bool) -> LayerGroup:
+        heads = layer.need(*HEADS)
+        self._share(layer, HEADS[0], heads)
         window = layer.need("sliding_window", "attention_chunk_size") if is_sliding else None
         latent = layer.count("kv_lora_rank")
         if latent:
             width = latent + layer.need("qk_rope_head_dim")
             return LayerGroup("latent", (), width * self.kv_bytes, 0, 1, width, window)
-        kv_heads = layer.count(*_KV_HEADS) or heads
+        kv_heads = layer.count(*KV_HEADS) or heads
         if layer.find("multi_query") and not layer.find("new_decoder_architecture"):
             kv_heads = 1  # Falcon-7B, GPTBigCode
         head_dim = layer.count("head_dim", "attention_head_dim", "kv_channels")
         if head_dim is None:
-            width = layer.need(*_HIDDEN) * (2 if layer.model.startswith("zamba") else 1)
+            width = layer.need(*HIDDEN) * (2 if layer.model.startswith("zamba") else 1)
             head_dim, rest = divmod(width, heads)
             if rest:
                 raise layer.error(f"its config lacks head_dim; {heads} heads do not divide {width}")
@@ -392,47 +261,47 @@ class _CacheReader:
         if (layer.count("v_head_dim") or head_dim) != head_dim:
             raise layer.error(f"v_head_dim is not head_dim ({head_dim}): use KVLayout.from_tensors")
         if heads % kv_heads:
-            raise layer.error(f"{_KV_HEADS[0]} ({kv_heads}) must divide {heads} attention heads")
-        kv_heads = self._share(layer, _KV_HEADS[0], kv_heads, is_shared=True)
+            raise layer.error(f"{KV_HEADS[0]} ({kv_heads}) must divide {heads} attention heads")
+        kv_heads = self._share(layer, KV_HEADS[0], kv_heads, is_shared=True)
         token_bytes = 2 * kv_heads * head_dim * self.kv_bytes
         kind: Literal["sliding", "full"] = "sliding" if is_sliding else "full"
         return LayerGroup(kind, (), token_bytes, 0, kv_heads, head_dim, window)
 
-    def _state_bytes(self, layer: _Settings) -> int:
+    def _state_bytes(self, layer: ModelConfig) -> int:
         """Bytes of convolution inputs and recurrent state of a Mamba or gated-delta layer."""
         dtype = layer.find("mamba_ssm_dtype", "mamba_ssm_cache_dtype") or "float32"
         if layer.find("linear_num_value_heads"):
             channels, state = self._gated_delta(layer)
             kernel = layer.need("linear_conv_kernel_dim")
-        elif layer.find(*_STATE_WIDTH):
-            channels, state = (self._mamba2 if layer.find(*_STATE_GROUPS) else self._mamba)(layer)
+        elif layer.find(*STATE_WIDTH):
+            channels, state = (self._mamba2 if layer.find(*STATE_GROUPS) else self._mamba)(layer)
             kernel = layer.need("mamba_d_conv", "conv_kernel")
         else:
             raise layer.error("a state layer of a kind not known here: use KVLayout.from_tensors")
         return channels * kernel * self.model_bytes + state * _dtype_bytes(str(dtype))
 
-    def _gated_delta(self, layer: _Settings) -> tuple[int, int]:
+    def _gated_delta(self, layer: ModelConfig) -> tuple[int, int]:
         """Convolved channels (Q, K and V) and elements of the state [v_heads, k_dim, v_dim]."""
         names = ("linear_num_key_heads", "linear_num_value_heads")
         k_heads, v_heads = (self._share(layer, name, layer.need(name)) for name in names)
         k_dim, v_dim = layer.need("linear_key_head_dim"), layer.need("linear_value_head_dim")
         return 2 * k_heads * k_dim + v_heads * v_dim, v_heads * k_dim * v_dim
 
-    def _mamba(self, layer: _Settings) -> tuple[int, int]:
+    def _mamba(self, layer: ModelConfig) -> tuple[int, int]:
         """Channels, all convolved, and elements of the state [channels, state width]."""
         channels = self._share(layer, "Mamba channels", _mamba_channels(layer))
-        return channels, channels * layer.need(*_STATE_WIDTH)
+        return channels, channels * layer.need(*STATE_WIDTH)
 
-    def _mamba2(self, layer: _Settings) -> tuple[int, int]:
+    def _mamba2(self, layer: ModelConfig) -> tuple[int, int]:
         """Convolved channels (X, B, C) and elements of the state [heads, head dim, state width]."""
         heads = layer.need("mamba_n_heads", "n_mamba_heads", "mamba_num_heads", "num_heads")
         dim = layer.count("mamba_head_dim") or _mamba_channels(layer) // heads
         channels = self._share(layer, "Mamba heads", heads) * dim
-        groups = self._share(layer, "Mamba groups", layer.need(*_STATE_GROUPS), is_shared=True)
-        width = layer.need(*_STATE_WIDTH)
+        groups = self._share(layer, "Mamba groups", layer.need(*STATE_GROUPS), is_shared=True)
+        width = layer.need(*STATE_WIDTH)
         return channels + 2 * groups * width, channels * width
 
-    def _share(self, layer: _Settings, what: str, count: int, *, is_shared: bool = False) -> int:
+    def _share(self, layer: ModelConfig, what: str, count: int, *, is_shared: bool = False) -> int:
         """How many of them one rank has; `is_shared`: ranks may share one, each with a copy."""
         if is_shared and count < self.tp_size and self.tp_size % count == 0:
             return 1
@@ -441,27 +310,10 @@ class _CacheReader:
         return count // self.tp_size
 
 
-def _mamba_channels(layer: _Settings) -> int:
-    is_hybrid = layer.find(*_HEADS) is not None  # then intermediate_size is the MLP's
+def _mamba_channels(layer: ModelConfig) -> int:
+    is_hybrid = layer.find(*HEADS) is not None  # then intermediate_size is the MLP's
     channels = layer.count("mamba_d_ssm", *(() if is_hybrid else ("intermediate_size",)))
-    return channels or layer.need("mamba_expand", "expand") * layer.need(*_HIDDEN)
-
-
-def _read_config(config: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
-    if isinstance(config, Mapping):
-        return config
-    path = Path(config)
-    path = path / "config.json" if path.is_dir() else path
-    try:
-        content = json.loads(path.read_bytes())
-        if not isinstance(content, dict):
-            raise ValueError("no object at its top")
-    except OSError as error:
-        why = error.strerror or "unreadable"
-        raise ConfigError(f"{path}: {why}; give a local config.json or its directory") from None
-    except ValueError as error:
-        raise ConfigError(f"{path}: not a model's config.json ({error})") from None
-    return content
+    return channels or layer.need("mamba_expand", "expand") * layer.need(*HIDDEN)
 
 
 def _opaque_groups(layer_bytes: Sequence[int], page_tokens: int) -> tuple[LayerGroup, ...]:
