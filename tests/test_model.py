@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,11 +33,20 @@ from store_rig import (
 from tiered_kv import KeyChain, StoreConfig, Transfer
 from tiered_kv.keys import PageKey
 
+MEMORY_FOLDER = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # fsync costs nothing there
 HBM_PAGES, HOST_PAGES = 10, 8
 LARGE_DISK, SMALL_DISK = "2MiB", "700KiB"  # 108 and 10 pages
 
 # Conversations that share beginnings: (pages of the first, pages that follow), at 14 pages at most.
-FORKS = ((0, "a", 14), (5, "b", 9), (5, "c", 4), (9, "d", 5), (0, "e", 12), (2, "f", 6), (0, "g", 3))
+FORKS = (
+    (0, "a", 14),
+    (5, "b", 9),
+    (5, "c", 4),
+    (9, "d", 5),
+    (0, "e", 12),
+    (2, "f", 6),
+    (0, "g", 3),
+)
 
 
 def _prompts() -> list[list[int]]:
@@ -56,7 +66,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @initialize(disk_size=st.sampled_from([LARGE_DISK, LARGE_DISK, SMALL_DISK]))
     def open(self, disk_size: str) -> None:
-        self.folder = tempfile.TemporaryDirectory()
+        self.folder = tempfile.TemporaryDirectory(dir=MEMORY_FOLDER)
         self.config = StoreConfig(
             hbm=HBM_PAGES * PAGE_BYTES,
             host=HOST_PAGES * PAGE_BYTES,
