@@ -92,8 +92,8 @@ def plan_geometry(page_bytes: int, capacity_bytes: int) -> Geometry:
     minimum = minimum_capacity_bytes(page_bytes)
     if capacity_bytes < minimum:
         raise ConfigError(
-            f"disk capacity of {capacity_bytes} bytes is too small for pages of {page_bytes} "
-            f"bytes: at least {minimum} are needed"
+            f"disk_size={capacity_bytes}: too small for pages of {page_bytes} bytes; "
+            f"give at least {minimum}"
         )
     place = round_up(page_bytes) + BLOCK_BYTES
     largest = max(2, MAX_SEGMENT_BYTES // place)
