@@ -69,6 +69,10 @@ FALCON_H1 = plain(
     "head_dim=64 mamba_d_ssm=3072 mamba_n_heads=48 mamba_d_head=64 mamba_n_groups=1"
     " mamba_d_state=256 mamba_d_conv=4 mamba_expand=2",
 )
+BAMBA = plain(  # the form, not a model's size
+    *("bamba", 4, 256, 4, 2),
+    'attn_layer_indices=[1,3] mamba_n_heads=8 mamba_d_head="auto" mamba_n_groups=1 ' + MAMBA_KEYS,
+)
 EVERY: tuple[Config, ...] = (
     *(QWEN3_32B, MISTRAL_7B, DEEPSEEK_V3, GEMMA3_27B, FALCON_7B),
     *(JAMBA, MAMBA2, QWEN3_NEXT, FALCON_H1),

@@ -74,8 +74,10 @@ def test_heads_that_do_not_divide_are_refused(config: Config, tp_size: int) -> N
         layout_of(config, tp_size=tp_size)
 
 
-@pytest.mark.parametrize(("rank", "ranks"), [(2, 2), (-1, 2), (0, 0)])
-def test_impossible_ranks_are_refused(rank: int, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("rank", "ranks"), [(2, 2), (-1, 2), (0, 0), (0, "2"), (None, 2), (0.0, 2.0)]
+)
+def test_impossible_ranks_are_refused(rank: Any, ranks: Any) -> None:
     with pytest.raises(ConfigError, match="tp_rank"):
         layout_of(LLAMA_8B, tp_rank=rank, tp_size=ranks)
 
@@ -118,6 +120,11 @@ def test_groups_that_leave_out_a_layer_are_refused() -> None:
         KVLayout("x", "uint8", 4, (LayerGroup("full", (0, 2), 8),))
     with pytest.raises(ConfigError, match="every layer"):
         KVLayout("x", "uint8", 4, ())
+
+
+def test_groups_of_negative_bytes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="zero bytes or more"):
+        KVLayout("x", "uint8", 4, (LayerGroup("full", (0,), 16), LayerGroup("full", (1,), -8)))
 
 
 def test_from_tensors_takes_bytes_as_they_are() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from known_models import (
+    BAMBA,
     DEEPSEEK_V3,
     FALCON_7B,
     FALCON_H1,
@@ -29,6 +30,7 @@ from known_models import (
     Config,
     layout_of,
     plain,
+    without,
 )
 
 from tiered_kv.layout import LayerGroup
@@ -159,6 +161,51 @@ def test_global_layers_may_have_heads_of_their_own() -> None:
     assert by_key.layer_page_bytes == (128,) * 5 + (256,)
 
 
+def test_overrides_by_layer_win_over_what_all_global_layers_have() -> None:
+    """As transformers reads it: with a `per_layer_config`, even an empty one, global_* are void."""
+    config = plain("gemma4_text", 6, 64, 4, 2, "head_dim=16 sliding_window=512 global_head_dim=64")
+    assert layout_of({**config, "per_layer_config": {}}, 1).layer_page_bytes == (128,) * 6
+    by_layer = layout_of({**config, "per_layer_config": {"5": {"head_dim": 32}}}, 1)
+    assert by_layer.layer_page_bytes == (128,) * 5 + (256,)
+
+
+@pytest.mark.parametrize("key", ["11", "011", 11])
+def test_overrides_name_layers_as_transformers_writes_them(key: object) -> None:
+    """It pads with zeros where a model has ten layers or more."""
+    config = plain("llama", 12, 64, 4, 2, "head_dim=16")
+    layout = layout_of({**config, "per_layer_config": {key: {"head_dim": 32}}}, 1)
+    assert layout.layer_page_bytes == (128,) * 11 + (256,)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("layers", [6, 8, 12])
+@pytest.mark.parametrize(
+    "facts",
+    [
+        "",
+        "global_head_dim=32",
+        "global_head_dim=16",
+        "num_global_key_value_heads=1",
+        "num_global_key_value_heads=1 attention_k_eq_v=true",
+    ],
+    ids=lambda facts: facts or "neither",
+)
+def test_gemma4_global_layers_are_as_wide_as_transformers_makes_them(
+    facts: str, layers: int
+) -> None:
+    """Given neither global_head_dim nor per_layer_config 512 wide, and the last layer global."""
+    transformers = pytest.importorskip("transformers")
+    raw = plain("gemma4_text", layers, 64, 4, 2, f"head_dim=16 sliding_window=32 {facts}")
+    config = transformers.CONFIG_MAPPING["gemma4_text"](**without(raw, "model_type"))
+    real = [2 * own.num_key_value_heads * own.head_dim * 2 for own in config.per_layer_config]
+    is_global = [kind == "full_attention" for kind in config.layer_types]
+    for source in (raw, {**config.to_dict(), "torch_dtype": "bfloat16"}):
+        layout = layout_of(source, 1)
+        assert list(layout.layer_page_bytes) == real
+        full = {i for g in layout.groups if g.kind == "full" for i in g.layers}
+        assert [i in full for i in range(layers)] == is_global
+
+
 def test_layers_that_share_kv_keep_nothing_but_keep_their_index() -> None:
     config = plain("gemma3n_text", 10, 64, 4, 2, "head_dim=16 sliding_window=32")
     layout = layout_of({**config, "num_kv_shared_layers": 4}, 1)
@@ -248,9 +295,7 @@ def test_zamba_attention_is_twice_as_wide_as_the_model() -> None:
 
 
 def test_bamba_names_its_attention_layers_by_index() -> None:
-    facts = f'mamba_n_heads=8 mamba_d_head="auto" mamba_n_groups=1 {MAMBA_KEYS}'
-    config = plain("bamba", 4, 256, 4, 2, f"attn_layer_indices=[1,3] {facts}")
-    kinds = {g.kind: g for g in layout_of(config).groups}
+    kinds = {g.kind: g for g in layout_of(BAMBA).groups}
     assert kinds["full"].layers == (1, 3)
     assert kinds["state"].layer_state_bytes == (512 + 2 * 16) * 4 * 2 + 512 * 16 * 4
 

@@ -32,7 +32,9 @@ from tiered_kv.model_config import (
     STATE_GROUPS,
     STATE_WIDTH,
     ModelConfig,
+    dtype_name,
     read_config,
+    shown,
 )
 
 _1_BYTE = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "int8", "uint8")
@@ -93,6 +95,8 @@ class KVLayout:
                 by_layer[layer] = by_layer.get(layer, 0) + layer_bytes
         if sorted(by_layer) != list(range(len(by_layer))) or not sum(by_layer.values()):
             raise ConfigError("groups must name every layer from 0 on, some that keep something")
+        if min(by_layer.values()) < 0:
+            raise ConfigError("groups must keep zero bytes or more in every layer")
         object.__setattr__(self, "layer_page_bytes", tuple(by_layer[i] for i in sorted(by_layer)))
         object.__setattr__(self, "page_bytes", sum(by_layer.values()))
 
@@ -168,7 +172,7 @@ class KVLayout:
         _check_sizes(page_tokens, tp_rank, tp_size)
         settings = ModelConfig.of_text_model(read_config(config))
         model_dtype = settings.find("torch_dtype")
-        kv_dtype = model_dtype if dtype in (None, "auto") else str(dtype).removeprefix("torch.")
+        kv_dtype = model_dtype if dtype in (None, "auto") else dtype_name(dtype)
         if kv_dtype is None:
             raise settings.error("no torch_dtype in its config: say which, as in dtype='bfloat16'")
         cache = _CacheReader(_dtype_bytes(kv_dtype), _dtype_bytes(model_dtype or kv_dtype), tp_size)
@@ -222,11 +226,11 @@ class _CacheReader:
 
     def groups(self, settings: ModelConfig) -> tuple[LayerGroup, ...]:
         members: dict[LayerGroup, list[int]] = {}
-        overrides = settings.find("per_layer_config") or {}
-        for layer, kind in enumerate(settings.block_kinds()):
-            own = replace(settings, values={**settings.values, **overrides.get(str(layer), {})})
+        for layer, (kind, own) in enumerate(settings.layers()):
             for part in self._parts(own, kind):
                 members.setdefault(part, []).append(layer)
+        if not any(part.layer_token_bytes or part.layer_state_bytes for part in members):
+            raise settings.error("none of its layers keeps anything: need attention or a state")
         return tuple(replace(part, layers=tuple(layers)) for part, layers in members.items())
 
     def _parts(self, layer: ModelConfig, kind: str) -> list[LayerGroup]:
@@ -240,13 +244,15 @@ class _CacheReader:
     def _attention(self, layer: ModelConfig, *, is_sliding: bool) -> LayerGroup:
         heads = layer.need(*HEADS)
         self._share(layer, HEADS[0], heads)
-        window = layer.need("sliding_window", "attention_chunk_size") if is_sliding else None
+        window = layer.window_tokens() if is_sliding else None
+        if is_sliding and window is None:
+            raise layer.error("its config lacks sliding_window, the tokens a layer looks back")
         latent = layer.count("kv_lora_rank")
         if latent:
             width = latent + layer.need("qk_rope_head_dim")
             return LayerGroup("latent", (), width * self.kv_bytes, 0, 1, width, window)
         kv_heads = layer.count(*KV_HEADS) or heads
-        if layer.find("multi_query") and not layer.find("new_decoder_architecture"):
+        if layer.flag("multi_query") and not layer.flag("new_decoder_architecture"):
             kv_heads = 1  # Falcon-7B, GPTBigCode
         head_dim = layer.count("head_dim", "attention_head_dim", "kv_channels")
         if head_dim is None:
@@ -254,10 +260,6 @@ class _CacheReader:
             head_dim, rest = divmod(width, heads)
             if rest:
                 raise layer.error(f"its config lacks head_dim; {heads} heads do not divide {width}")
-        if not is_sliding:
-            head_dim = layer.count("global_head_dim") or head_dim
-            if layer.find("attention_k_eq_v"):
-                kv_heads = layer.count("num_global_key_value_heads") or kv_heads
         if (layer.count("v_head_dim") or head_dim) != head_dim:
             raise layer.error(f"v_head_dim is not head_dim ({head_dim}): use KVLayout.from_tensors")
         if heads % kv_heads:
@@ -270,15 +272,15 @@ class _CacheReader:
     def _state_bytes(self, layer: ModelConfig) -> int:
         """Bytes of convolution inputs and recurrent state of a Mamba or gated-delta layer."""
         dtype = layer.find("mamba_ssm_dtype", "mamba_ssm_cache_dtype") or "float32"
-        if layer.find("linear_num_value_heads"):
+        if layer.count("linear_num_value_heads"):
             channels, state = self._gated_delta(layer)
             kernel = layer.need("linear_conv_kernel_dim")
-        elif layer.find(*STATE_WIDTH):
-            channels, state = (self._mamba2 if layer.find(*STATE_GROUPS) else self._mamba)(layer)
+        elif layer.count(*STATE_WIDTH):
+            channels, state = (self._mamba2 if layer.count(*STATE_GROUPS) else self._mamba)(layer)
             kernel = layer.need("mamba_d_conv", "conv_kernel")
         else:
             raise layer.error("a state layer of a kind not known here: use KVLayout.from_tensors")
-        return channels * kernel * self.model_bytes + state * _dtype_bytes(str(dtype))
+        return channels * kernel * self.model_bytes + state * _dtype_bytes(dtype_name(dtype))
 
     def _gated_delta(self, layer: ModelConfig) -> tuple[int, int]:
         """Convolved channels (Q, K and V) and elements of the state [v_heads, k_dim, v_dim]."""
@@ -295,7 +297,13 @@ class _CacheReader:
     def _mamba2(self, layer: ModelConfig) -> tuple[int, int]:
         """Convolved channels (X, B, C) and elements of the state [heads, head dim, state width]."""
         heads = layer.need("mamba_n_heads", "n_mamba_heads", "mamba_num_heads", "num_heads")
-        dim = layer.count("mamba_head_dim") or _mamba_channels(layer) // heads
+        dim = layer.count("mamba_head_dim")
+        if dim is None:
+            dim, rest = divmod(_mamba_channels(layer), heads)
+            if rest:
+                raise layer.error(
+                    f"{heads} Mamba heads do not divide {dim * heads + rest} channels"
+                )
         channels = self._share(layer, "Mamba heads", heads) * dim
         groups = self._share(layer, "Mamba groups", layer.need(*STATE_GROUPS), is_shared=True)
         width = layer.need(*STATE_WIDTH)
@@ -341,12 +349,14 @@ def _page_shape(tensor: Any) -> str:
 
 def _check_sizes(page_tokens: int, tp_rank: int = 0, tp_size: int = 1) -> None:
     if type(page_tokens) is not int or page_tokens < 1:
-        raise ConfigError(f"page_tokens must be an integer of at least 1, not {page_tokens!r}")
-    if tp_size < 1 or not 0 <= tp_rank < tp_size:
-        raise ConfigError(f"tp_rank must lie in 0..tp_size-1, not be {tp_rank} of {tp_size}")
+        raise ConfigError(f"page_tokens must be an integer of at least 1, not {shown(page_tokens)}")
+    are_integers = type(tp_rank) is int and type(tp_size) is int
+    if not are_integers or tp_size < 1 or not 0 <= tp_rank < tp_size:
+        given = f"{shown(tp_rank)} of {shown(tp_size)}"
+        raise ConfigError(f"tp_rank must be an integer in 0..tp_size-1, not {given}")
 
 
 def _dtype_bytes(name: str) -> int:
     if name not in _DTYPE_BYTES:
-        raise ConfigError(f"dtype {name!r} is not one of {', '.join(_DTYPE_BYTES)}")
+        raise ConfigError(f"dtype {shown(name)} is not one of {', '.join(_DTYPE_BYTES)}")
     return _DTYPE_BYTES[name]
