@@ -37,11 +37,15 @@ from tiered_kv.layout import LayerGroup
 
 
 def test_qwen3_32b_takes_exactly_32_gib_for_4_by_32768_tokens() -> None:
-    """2 x 64 layers x 8 heads x 128 x 2 bytes = 256 KiB a token; x 4 x 32,768 = 2**17 tokens."""
+    """2 x 64 layers x 8 heads x 128 x 2 bytes = 262,144 bytes = 256 KiB = 2**18 a token.
+
+    Head dim 128 is given, and is not hidden / heads = 5,120 / 64 = 80. Batch 4 x 32,768 tokens are
+    2**17 tokens: 2**35 bytes = 34,359,738,368 = 32 GiB; batch 8 are 2**18: 2**36 bytes = 64 GiB.
+    """
     layout = layout_of(QWEN3_32B)
     assert layout.token_bytes == 256 * KIB
-    assert layout.kv_bytes(4, 32768) == 32 * GIB
-    assert layout.kv_bytes(8, 32768) == 64 * GIB
+    assert layout.kv_bytes(4, 32768) == 32 * GIB == 34_359_738_368
+    assert layout.kv_bytes(8, 32768) == 64 * GIB == 68_719_476_736
     assert layout.live_bytes(4, 32768) == 32 * GIB
     assert layout.layer_page_bytes == (256 * KIB,) * 64
     assert layout.page_bytes == 16 * MIB
@@ -49,8 +53,13 @@ def test_qwen3_32b_takes_exactly_32_gib_for_4_by_32768_tokens() -> None:
 
 
 def test_llama_3_1_8b_takes_128_kib_a_token() -> None:
-    """head_dim = 4096 / 32 = 128; 2 x 32 layers x 8 heads x 128 x 2 bytes = 131,072."""
-    assert layout_of(LLAMA_8B).token_bytes == 128 * KIB
+    """head_dim = 4096 / 32 = 128; 2 x 32 layers x 8 heads x 128 x 2 bytes = 131,072 = 2**17.
+
+    Its whole context, 131,072 = 2**17 tokens, is 2**34 bytes = 16 GiB.
+    """
+    layout = layout_of(LLAMA_8B)
+    assert layout.token_bytes == 128 * KIB == 131_072
+    assert layout.kv_bytes(1, 131072) == 16 * GIB
 
 
 def test_multi_head_attention_when_no_kv_heads_are_named() -> None:
@@ -89,11 +98,16 @@ def test_falcon_40b_is_grouped_though_it_says_multi_query() -> None:
 
 
 def test_deepseek_v3_keeps_one_latent_and_no_v() -> None:
-    """(512 + 64) x 2 bytes = 1,152 a layer; x 61 layers = 70,272 a token, not 128 K and V."""
+    """(512 + 64) x 2 bytes = 1,152 a layer; x 61 layers = 70,272 a token, not 128 K and V.
+
+    4 x 32,768 = 2**17 tokens: 70,272 / 8 = 8,784 x 2**20 bytes = 8,784 MiB. K and V of 128 heads,
+    192 and 128 wide, would be 61 x 128 x 320 x 2 = 4,997,120 bytes a token: 71 times as much.
+    """
     layout = layout_of(DEEPSEEK_V3)
     assert layout.token_bytes == 70_272
     assert layout.groups == (LayerGroup("latent", tuple(range(61)), 1152, 0, 1, 576),)
     assert layout.kv_bytes(1, 64) == layout.page_bytes == 64 * 70_272
+    assert layout.kv_bytes(4, 32768) == 8784 * MIB
 
 
 def test_gemma3_27b_alternates_five_windows_and_one_global_layer() -> None:
