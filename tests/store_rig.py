@@ -21,7 +21,7 @@ from tiered_kv.streams import Event, Stream
 PAGE_BYTES = 4096
 PAGE_TOKENS = 4
 LAYOUT = KVLayout.uniform(PAGE_BYTES, PAGE_TOKENS)
-PATIENCE_S = 60.0  # a test that waits so long has found a hang
+PATIENCE_S = 8.0  # a test that waits so long has found a hang
 
 Content = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -84,14 +84,17 @@ def get_pages(store: TieredStore, keys: Sequence[PageKey]) -> tuple[str, ...]:
 
 
 def settle(store: TieredStore) -> None:
-    """Wait until nothing moves, not counting what a test holds up itself."""
+    """Wait until nothing moves; for a test that holds up no stream."""
     while True:
         with store._lock:
             transfers = list(store._mover.in_flight)
         if not transfers:
-            return
+            break
         for transfer in transfers:
             assert transfer.settled.wait(PATIENCE_S), "a transfer never settled"
+    mover = store._mover
+    for stream in (mover.load_stream, mover.write_stream, mover.fill_stream, mover.store_stream):
+        stream.synchronize()  # what waited for the last of them, and runs in their threads
 
 
 def flush_hbm(store: TieredStore) -> None:

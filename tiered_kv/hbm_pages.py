@@ -8,16 +8,18 @@ from typing import Any
 
 import torch
 
+from tiered_kv.errors import StoreClosedError
 from tiered_kv.mover import Mover
 from tiered_kv.plan import HBM
 from tiered_kv.storage.hbm import HbmTier
-from tiered_kv.streams import caller_event
+from tiered_kv.streams import Event, caller_event
 
 
 class HbmPages:
     """HBM slots a caller may own, and the tensors to fill and read them through.
 
-    A slot is owned from `allocate` until it is given to `TieredStore.put` or back to `release`.
+    A slot is owned from `allocate` until it is given to `TieredStore.put` or back to `release`. While
+    a get() may still write to it, it is lent: who has it next waits for that to end.
     """
 
     def __init__(self, tier: HbmTier, mover: Mover, lock: threading.RLock) -> None:
@@ -25,6 +27,8 @@ class HbmPages:
         self._mover = mover
         self._lock = lock
         self._owned: set[int] = set()
+        self._lent: dict[int, Event] = {}  # slot -> when the get() it was lent to has settled
+        self._is_closed = False
 
     @property
     def layers(self) -> list[torch.Tensor]:
@@ -45,8 +49,16 @@ class HbmPages:
         """Take n slots to fill, evicting cached pages; None, and nothing evicted, if too few.
 
         Does not block. What the slots hold is undefined.
+
+        Raises:
+            ValueError: fewer than none are asked for.
+            StoreClosedError: the store was closed.
         """
+        if n < 0:
+            raise ValueError(f"allocate({n}): the number of pages must not be negative")
         with self._lock:
+            if self._is_closed:
+                raise StoreClosedError("the store is closed: it has no pages to allocate")
             slots = self._mover.planner.room.exactly(HBM, n)
             self._owned.update(slots or ())
         return slots
@@ -61,24 +73,47 @@ class HbmPages:
         Raises:
             ValueError: a slot that is not the caller's.
         """
-        self.disown(slots)
+        lent = self.disown(slots)
         events, device_event = caller_event(self.device, after)
 
         def free() -> None:
             with self._lock:
                 self._mover.planner.room.free(HBM, slots)
 
-        self._mover.after(events, device_event, free)
+        self._mover.after(events + lent, device_event, free)
 
-    def disown(self, slots: Sequence[int]) -> None:
-        """The slots are no longer the caller's.
+    def disown(self, slots: Sequence[int]) -> list[Event]:
+        """The slots are no longer the caller's; returns what their next user must wait for.
 
         Raises:
             ValueError: a slot that is not the caller's, or named twice; nothing has changed.
         """
-        self.check_owned(slots)
         with self._lock:
+            self.check_owned(slots)
             self._owned.difference_update(slots)
+            return self._lent_until(slots)
+
+    def lend(self, slots: Sequence[int], until: Event) -> list[Event]:
+        """A get() writes to these slots until the event fires; returns what it must wait for."""
+        with self._lock:
+            before = self._lent_until(slots)
+            self._lent.update(dict.fromkeys(slots, until))
+
+        def end() -> None:
+            with self._lock:
+                for slot in slots:
+                    if self._lent.get(slot) is until:
+                        del self._lent[slot]
+
+        until.on_fire(end)
+        return before
+
+    def _lent_until(self, slots: Sequence[int]) -> list[Event]:
+        return list({self._lent[slot]: None for slot in slots if slot in self._lent})
+
+    def close(self) -> None:
+        """Allocate nothing from now on."""
+        self._is_closed = True
 
     def check_owned(self, slots: Sequence[int]) -> None:
         """Raises ValueError unless every slot is the caller's and named once."""

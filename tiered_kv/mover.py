@@ -15,7 +15,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -65,12 +66,14 @@ class Mover:
         self.counters = counters
         self.arrivals: dict[Place, Event] = {}  # of pages that are arriving; guarded by lock
         self.in_flight: set[Transfer] = set()  # guarded by lock
+        self.wanted: Counter[int] = Counter()  # page -> transfers others bring it for; by lock
         self._reported_at = float("-inf")
         cpu = torch.device("cpu")
         self.fill_stream = open_stream("h2d", hbm.device)
         self.store_stream = open_stream("d2h", hbm.device)
         self.load_stream = open_stream("load", cpu)
         self.write_stream = open_stream("write", cpu)
+        self.event_stream = open_stream("events", cpu)  # waits for callers' kernels, moves nothing
 
     def after(self, ready: Sequence[Event], device_event: Any, then: Callable[[], None]) -> None:
         """Call `then` once the caller's events have fired; at once if there are none."""
@@ -83,7 +86,14 @@ class Mover:
                 device_event.synchronize()
             then()
 
-        self.store_stream.submit(work, ready)
+        self.event_stream.submit(work, ready)
+
+    def left(self, pages: Collection[int]) -> None:
+        """A transfer no longer waits for these pages, which others bring. Called under the lock."""
+        self.wanted.subtract(pages)
+        for page in pages:
+            if not self.wanted[page]:
+                del self.wanted[page]
 
     def report(self, error: BaseException) -> None:
         """Log what a medium did, at most one line every ten seconds: the counters have the rest."""
@@ -110,6 +120,7 @@ class Mover:
             self.fill_stream,
             self.store_stream,
             self.write_stream,
+            self.event_stream,
         ):
             stream.close()
 

@@ -120,6 +120,8 @@ class Planner:
 
     def _hit(self, keys: Sequence[PageKey], gate: Gate, draft: Draft) -> list[int]:
         pages = self.index.match(keys)
+        if len(set(pages)) < len(pages):
+            raise ValueError("a key is named twice: keys must be those of consecutive pages")
         self._count_misses(keys[len(pages) :], draft)
         count, reason = gate.cut([self.source_of(page) for page in pages])
         draft.miss(reason, len(pages) - count)
@@ -307,10 +309,15 @@ class Planner:
         """Whether host or disk has a page, or awaits it."""
         return bool(self._host.state[page] or (self._disk is not None and self._disk.state[page]))
 
+    def is_in(self, page: int, tiers: Iterable[str]) -> bool:
+        """Whether one of these tiers has a page; no for page -1."""
+        named = [self.index.by_name[name] for name in tiers if name in self.index.by_name]
+        return page >= 0 and any(tier.is_resident(page) for tier in named)
+
     def _writes(self, pages: list[int], draft: Draft) -> list[Move]:
         """Copies host -> disk of pages and their ancestors, as far as disk has room."""
         assert self._disk is not None
-        dirty = [page for page in pages if not self._disk.state[page]]
+        dirty = [page for page in self.room.durable(pages) if not self._disk.state[page]]
         slots = self.room.write_slots(dirty)
         while slots is None and len(dirty) > 1:
             dirty = dirty[: len(dirty) // 2]
@@ -324,13 +331,11 @@ class Planner:
         draft = Draft()
         if self._disk is None:
             return Plan()
-        dirty = [
-            page
-            for page in self.index
-            if self._host.is_resident(page) and not self._disk.state[page]
-        ]
+        on_host = [page for page in self.index if self._host.is_resident(page)]
+        dirty = self.room.durable([page for page in on_host if not self._disk.state[page]])
         dirty.sort(key=self._host.last_use)
-        write = self._writes(dirty[:max_pages], draft)
+        with self.room.held(self._disk, on_host):  # or each would take another's place, for ever
+            write = self._writes(dirty[:max_pages], draft)
         return Plan(write=tuple(write), pins=tuple(draft.pins))
 
     # -- what became of a plan ---------------------------------------------------------------------

@@ -92,16 +92,14 @@ class Room:
             return grants
         host = self._index.by_name[HOST]
         if DISK in self._index.by_name:
-            demoted = self._demote(host, missing, draft)
-            if demoted is not None:
-                return grants + demoted
+            grants += self._demote(host, missing, draft)
         keep = [below] if below >= 0 and host.state[below] else []
-        with self._held(host, keep):
-            victims = self._index.victims(host, missing)
+        with self.held(host, keep):
+            victims = self._index.victims(host, n - len(grants))
         return grants + [Grant(self._retake(host, page)) for page in victims]
 
     @contextmanager
-    def _held(self, tier: TierIndex, pages: Sequence[int]) -> Iterator[None]:
+    def held(self, tier: TierIndex, pages: Sequence[int]) -> Iterator[None]:
         """Keep pages in a tier while room is made in it."""
         for page in pages:
             self._index.pin(tier, page)
@@ -113,15 +111,12 @@ class Room:
         """Evict a page and keep its slot for another."""
         return self._index.evict(tier, page)
 
-    def _demote(self, host: TierIndex, n: int, draft: Draft) -> list[Grant] | None:
-        """Give up n host pages that live on on disk; None if disk cannot take what it must."""
+    def _demote(self, host: TierIndex, n: int, draft: Draft) -> list[Grant]:
+        """Give up to n host pages that live on on disk, as many as disk can take."""
         index, disk = self._index, self._index.by_name[DISK]
-        victims = index.victims(host, n, demote=True)
-        dirty = [page for page in victims if not disk.state[page]]
-        clean = [page for page in victims if disk.state[page]]
-        slots = self.write_slots(dirty, keep=clean)
-        if slots is None:
-            return None
+        victims = self._demotable(host, n)
+        while (slots := self._slots_for(victims)) is None:
+            victims = victims[: len(victims) // 2]
         leaving = set(victims)
         for page, slot in slots.items():
             draft.demote.append(self._write(page, slot, leaves=page in leaving))
@@ -131,8 +126,43 @@ class Room:
                 draft.pins.append((HOST, page))
         return [Grant(self._retake(host, page), page if page in slots else -1) for page in victims]
 
+    def _demotable(self, host: TierIndex, n: int) -> list[int]:
+        """Up to n pages that host would give up if they live on on disk, and that can."""
+        stuck: list[int] = []
+        while True:
+            with self.held(host, stuck):
+                victims = self._index.victims(host, n, demote=True)
+            durable = set(self.durable(victims))
+            if len(durable) == len(victims):
+                return victims
+            stuck += [page for page in victims if page not in durable]
+
+    def _slots_for(self, victims: Sequence[int]) -> dict[int, int] | None:
+        disk = self._index.by_name[DISK]
+        dirty = [page for page in victims if not disk.state[page]]
+        return self.write_slots(dirty, keep=[page for page in victims if disk.state[page]])
+
+    def durable(self, pages: Sequence[int]) -> list[int]:
+        """Those of the pages that are on disk or could be written there now.
+
+        Not one with an ancestor in HBM alone, or a hole, or whose copy on disk was found bad and is
+        still being read.
+        """
+        index, disk, host = self._index, self._index.by_name[DISK], self._index.by_name[HOST]
+        known: dict[int, bool] = {-1: True}
+        for page in pages:
+            path = []
+            while page not in known and not disk.state[page]:
+                path.append(page)
+                if not host.state[page] or page in disk.doomed:
+                    known[page] = False
+                else:
+                    page = index.parent_of[page]
+            known.update(dict.fromkeys(path, known.get(page, True)))
+        return [page for page in pages if known.get(page, True)]
+
     def write_slots(self, pages: Sequence[int], keep: Sequence[int] = ()) -> dict[int, int] | None:
-        """Disk slots for pages and those of their ancestors that are not on disk, root first.
+        """Disk slots for pages, all `durable`, and their ancestors that are not there, root first.
 
         No page of `keep` leaves disk for them. None, and nothing changed, if disk cannot make that
         room without orphaning or unpinning a page.
@@ -148,13 +178,7 @@ class Room:
             order.update(dict.fromkeys(reversed(path)))
             if page >= 0 and disk.state[page]:
                 held.append(page)  # on disk, and soon a parent there: must not leave meanwhile
-        if any(page in disk.doomed for page in order):
-            return None  # somebody still reads a copy found bad: not before that has ended
-        if any(not index.by_name[HOST].state[page] for page in order):
-            return (
-                None  # an ancestor is in HBM alone, or a hole: nothing below it can be made durable
-            )
-        with self._held(disk, held):
+        with self.held(disk, held):
             slots = self.exactly(DISK, len(order))
         return None if slots is None else dict(zip(order, slots, strict=True))
 

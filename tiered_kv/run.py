@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from tiered_kv.errors import CorruptPageError, TierIOError
 from tiered_kv.mover import COPY_BATCH_BYTES, LOAD_BATCH_BYTES, WRITE_BATCH_BYTES, Mover, Place
@@ -14,6 +14,28 @@ from tiered_kv.streams import Event, Stream, when_all
 from tiered_kv.transfer import Transfer
 
 Batch = list[Move]
+
+
+class Job(NamedTuple):
+    """A batch for one stream.
+
+    Attributes:
+        work: makes the moves; returns those whose bytes are in place, or queued on the device.
+        ready: events of the caller's that come first.
+        done: fires when every move of the batch has arrived or failed.
+    """
+
+    stream: Stream
+    batch: Batch
+    work: Callable[[Batch], Batch]
+    ready: Sequence[Event]
+    done: Event
+
+
+def _job(
+    stream: Stream, batch: Batch, work: Callable[[Batch], Batch], ready: Sequence[Event] = ()
+) -> Job:
+    return Job(stream, batch, work, ready, Event())
 
 
 class Run:
@@ -44,8 +66,9 @@ class Run:
         self._position = {page: at for at, page in enumerate(self._plan.pages)}
         steps = self._plan.load + self._plan.fill + self._plan.store + self._plan.write
         self._counting = {move.page: move for move in steps}  # a page's last move is what counts
-        self._arrival: dict[Place, Event] = {}
-        self._finished: list[Event] = []  # one a batch
+        self._arrival: dict[Place, Event] = {}  # of the pages this run brings somewhere
+        self._known: dict[Place, Event] = {}  # and of those it waits for
+        self._joined: set[int] = set()  # pages that others bring
         self._fill_batches = 0
         self._unknown = 0  # fill batches whose sources may still fail
         self._layer_left: list[int] = []
@@ -55,86 +78,115 @@ class Run:
         """Queue everything; returns at once. Called under the lock that planned it."""
         mover, plan = self._mover, self._plan
         mover.in_flight.add(self.transfer)
-        joined = {
-            (move.source, move.page): mover.arrivals[move.source, move.page]
-            for move in plan.moves()
-            if move.waits and (move.source, move.page) in mover.arrivals
-        }
-        for move in plan.moves():
-            if mover.planner.is_arriving(move) and not (move.is_in_place and move in plan.fill):
-                self._arrival[move.target, move.page] = Event()
-        self._known = {**joined, **self._arrival}
+        places = {(move.source, move.page) for move in plan.moves() if move.waits}
+        joined = places & mover.arrivals.keys()
+        self._join({page for _, page in joined})
+        parent_of = mover.planner.index.parent_of
+        parents = {(DISK, parent_of[move.page]) for move in plan.demote + plan.write}
+        others = {place: mover.arrivals[place] for place in joined | parents & mover.arrivals.keys()}
+        unmoved = self._settle_unmoved()
+        jobs = [
+            *self._write_jobs(plan.demote),
+            *self._load_jobs(),
+            *self._fill_jobs(),
+            *self._store_jobs(),
+            *self._write_jobs(plan.write),
+        ]
+        bound = Event()
+        self._announce(plan.bind, bound)
+        for job in jobs:
+            self._announce([move for move in job.batch if not move.is_in_place], job.done)
+        self._known = {**others, **self._arrival}
         mover.arrivals.update(self._arrival)
-        self._settle_unmoved()
-        self._bind()
-        self._writes(plan.demote)
-        self._loads()
-        self._fills()
-        for batch in mover.batches(plan.store, COPY_BATCH_BYTES):
-            self._submit(mover.store_stream, batch, self._store, self._ready)
-        self._writes(plan.write)
-        when_all(self._finished, self._end)
+        self._bind(bound)
+        for job in jobs:
+            self._submit(job)
+        when_all([bound, unmoved, *(job.done for job in jobs)], self._end)
 
-    def _settle_unmoved(self) -> None:
-        """Pages that no move is about are where they should be, or (put) found no room."""
-        for at, page in enumerate(self._plan.pages):
-            if page in self._counting:
-                continue
-            if self._plan.is_put and not self._mover.planner.is_below_hbm(page):
-                self._lose({at: "no_room"})
-            else:
-                self.transfer.here([at])
+    def _join(self, pages: set[int]) -> None:
+        """Until this transfer ends, those who bring these pages do so though they be cancelled."""
+        new = pages - self._joined
+        self._joined |= new
+        self._mover.wanted.update(new)
+
+    def _announce(self, moves: Sequence[Move], done: Event) -> None:
+        """Let other transfers wait for pages on their way, one event for all that come together."""
+        is_arriving = self._mover.planner.is_arriving
+        for move in moves:
+            if is_arriving(move):
+                self._arrival[move.target, move.page] = done
+
+    def _settle_unmoved(self) -> Event:
+        """Pages no move is about: where they should be, or on their way there, or without room."""
+        mover, index = self._mover, self._mover.planner.index
+        tiers = (HOST, DISK) if self._plan.is_put else (HBM, HOST)
+        unmoved = [
+            (at, page, index.key(page))
+            for at, page in enumerate(self._plan.pages)
+            if page not in self._counting
+        ]
+        places = {(tier, page) for _, page, _ in unmoved for tier in tiers}
+        coming = places & mover.arrivals.keys()
+        self._join({page for _, page in coming})
+        settled = Event()
+
+        def judge() -> None:
+            with mover.lock:  # a page may have gone, and its number be another's by now
+                here = {at for at, _, key in unmoved if mover.planner.is_in(index.find(key), tiers)}
+            self.transfer.here(list(here))
+            self._lose({at: "no_room" for at, _, _ in unmoved if at not in here})
+            settled.fire()
+
+        when_all([mover.arrivals[place] for place in coming], judge)
+        return settled
 
     # -- queueing ----------------------------------------------------------------------------------
 
-    def _submit(
-        self,
-        stream: Stream,
-        batch: Batch,
-        work: Callable[[Batch], Batch],
-        ready: Sequence[Event] = (),
-    ) -> None:
-        """Queue a batch. `work` returns the moves whose bytes are, or will be, in place.
+    def _submit(self, job: Job) -> None:
+        """Queue a batch; it is published when the device is through with it.
 
-        They are published when the device is through with them; whatever happens, every move of the
-        batch ends as arrived or failed, and every event others wait for fires.
+        Whatever happens, every move of the batch ends as arrived or failed, and `job.done` fires.
         """
         made: Batch = []
 
         def guarded() -> None:
             try:
-                made.extend(work(batch))
+                made.extend(job.work(job.batch))
             except BaseException as error:  # surfaces at wait(); nobody is above a worker thread
                 made.clear()
                 self.transfer.broke(error)
 
-        finished = Event()
+        queued = job.stream.submit(guarded, [*job.ready, *self._needs(job)])
+        queued.on_fire(lambda: self._publish(job.batch, made, job.done))
 
-        def publish() -> None:
-            self._publish(batch, made)
-            finished.fire()
+    def _needs(self, job: Job) -> list[Event]:
+        """The events of other batches that this one waits for, each once."""
+        needs: dict[Event, None] = {}
+        parent_of = self._mover.planner.index.parent_of
+        for move in job.batch:
+            source = self._known.get((move.source, move.page)) if move.waits else None
+            if source is not None:
+                needs[source] = None
+            if move.after >= 0:
+                needs[self._arrival[DISK, move.after]] = None
+            parent = self._known.get((DISK, parent_of[move.page])) if move.target == DISK else None
+            if parent is not None and parent is not job.done:
+                needs[parent] = None
+        return list(needs)
 
-        self._finished.append(finished)
-        stream.submit(guarded, [*ready, *self._needs(batch)]).on_fire(publish)
-
-    def _needs(self, batch: Batch) -> list[Event]:
-        needs = [
-            self._known[move.source, move.page]
-            for move in batch
-            if move.waits and (move.source, move.page) in self._known
-        ]
-        return needs + [self._arrival[DISK, move.after] for move in batch if move.after >= 0]
-
-    def _publish(self, batch: Batch, made: Batch) -> None:
-        planner = self._mover.planner
+    def _publish(self, batch: Batch, made: Batch, done: Event) -> None:
+        planner, arrivals = self._mover.planner, self._mover.arrivals
         came = {id(move) for move in made}
         with self._mover.lock:
             for move in batch:
+                place = (move.target, move.page)
+                if self._arrival.get(place) is not done:
+                    continue  # another transfer's to publish, or a slot that is the caller's own
                 if id(move) in came:
                     planner.arrived(move)
                 else:
                     planner.failed(move, self._why(move))
-            events = [self._announced(move) for move in batch]
+                del arrivals[place]
         counted = [
             (self._position[move.page], id(move) in came)
             for move in batch
@@ -142,17 +194,7 @@ class Run:
         ]
         self.transfer.here([at for at, is_here in counted if is_here])
         self._lose({at: "failed" for at, is_here in counted if not is_here})
-        for event in events:
-            if event is not None:
-                event.fire()
-
-    def _announced(self, move: Move) -> Event | None:
-        """The event others wait for, taken off the list: the index says what became of it."""
-        place = (move.target, move.page)
-        event = self._arrival.get(place)
-        if event is not None and self._mover.arrivals.get(place) is event:
-            del self._mover.arrivals[place]
-        return event
+        done.fire()
 
     def _why(self, move: Move) -> str:
         return self.why_lost.get(self._position.get(move.page, -1), "failed")
@@ -163,30 +205,41 @@ class Run:
         self.transfer.lost(list(reasons))
 
     def _possible(self, batch: Batch) -> Batch:
-        """The moves of a batch whose source has come and whose target slot is free."""
-        if self.transfer.is_cancelled and not self._plan.is_put:
-            self._lose({self._position[move.page]: "in_flight" for move in batch})
-            return []
-        with self._mover.lock:
-            return [move for move in batch if self._mover.planner.is_possible(move)]
+        """The moves of a batch whose source has come and whose target slot is free.
+
+        Of a cancelled transfer those alone whose pages others have joined.
+        """
+        mover = self._mover
+        is_cancelled = self.transfer.is_cancelled and not self._plan.is_put
+        with mover.lock:
+            wanted = [
+                move
+                for move in batch
+                if not is_cancelled or mover.wanted[move.page] > (move.page in self._joined)
+            ]
+            possible = [move for move in wanted if mover.planner.is_possible(move)]
+        left_out = {move.page for move in batch} - {move.page for move in wanted}
+        self._lose({self._position[page]: "in_flight" for page in left_out})
+        return possible
 
     # -- the moves ---------------------------------------------------------------------------------
 
-    def _bind(self) -> None:
-        if self._plan.bind:
-            finished = Event()
-            self._finished.append(finished)
-            batch = list(self._plan.bind)
+    def _bind(self, bound: Event) -> None:
+        """Once the caller has written its pages they count; till then spare slots are not free."""
+        batch = list(self._plan.bind)
+        if batch or self._plan.spare_slots:
+            self._mover.after(
+                self._ready, self._device_event, lambda: self._publish(batch, batch, bound)
+            )
+        else:
+            bound.fire()
 
-            def bound() -> None:
-                self._publish(batch, batch)
-                finished.fire()
-
-            self._mover.after(self._ready, self._device_event, bound)
-
-    def _writes(self, moves: Sequence[Move]) -> None:
-        for batch in self._mover.batches(moves, WRITE_BATCH_BYTES):
-            self._submit(self._mover.write_stream, batch, self._write)
+    def _write_jobs(self, moves: Sequence[Move]) -> list[Job]:
+        mover = self._mover
+        return [
+            _job(mover.write_stream, batch, self._write)
+            for batch in mover.batches(moves, WRITE_BATCH_BYTES)
+        ]
 
     def _write(self, batch: Batch) -> Batch:
         mover = self._mover
@@ -205,9 +258,12 @@ class Run:
         mover.counters.moved(HOST, DISK, len(moves) * mover.hbm.page_bytes)
         return moves
 
-    def _loads(self) -> None:
-        for batch in self._mover.batches(self._plan.load, LOAD_BATCH_BYTES):
-            self._submit(self._mover.load_stream, batch, self._load)
+    def _load_jobs(self) -> list[Job]:
+        mover = self._mover
+        return [
+            _job(mover.load_stream, batch, self._load)
+            for batch in mover.batches(self._plan.load, LOAD_BATCH_BYTES)
+        ]
 
     def _load(self, batch: Batch) -> Batch:
         moves = self._possible(batch)
@@ -237,7 +293,7 @@ class Run:
         if move.page in self._position:
             self.why_lost.setdefault(self._position[move.page], reason)
 
-    def _fills(self) -> None:
+    def _fill_jobs(self) -> list[Job]:
         """Batches by what they wait for: nothing, a load batch, others' transfers, staging."""
         mover, plan = self._mover, self._plan
         loaded = {move.page: at for at, move in enumerate(plan.load)}
@@ -260,11 +316,9 @@ class Run:
         self._layer_marks = [[] for _ in range(layers)]
         if not self._fill_batches:
             self.transfer.sources_known()
-            return
-        for batch in groups.values():
-            self._submit(mover.fill_stream, batch, self._fill, self._ready)
-        for batch in passes:
-            self._submit(mover.load_stream, batch, self._fill_staged, self._ready)
+        return [
+            _job(mover.fill_stream, batch, self._fill, self._ready) for batch in groups.values()
+        ] + [_job(mover.load_stream, batch, self._fill_staged, self._ready) for batch in passes]
 
     def _fill(self, batch: Batch) -> Batch:
         """Runs on the fill stream."""
@@ -340,6 +394,13 @@ class Run:
         if is_last:
             self.transfer.layer_here(layer, self._layer_marks[layer])
 
+    def _store_jobs(self) -> list[Job]:
+        mover = self._mover
+        return [
+            _job(mover.store_stream, batch, self._store, self._ready)
+            for batch in mover.batches(self._plan.store, COPY_BATCH_BYTES)
+        ]
+
     def _store(self, batch: Batch) -> Batch:
         """Runs on the store stream."""
         mover = self._mover
@@ -358,5 +419,6 @@ class Run:
         with mover.lock:
             mover.planner.end(self._plan)
             mover.in_flight.discard(self.transfer)
+            mover.left(self._joined)
             self._on_settled(self)
         self.transfer.settle()

@@ -234,6 +234,8 @@ class TieredStore:
                 deadline_s=deadline_s,
                 release=None if into is not None else self._release,
             )
+            if into is not None:
+                events += self.hbm.lend(into[: len(plan.pages)], transfer.settled)
             Run(
                 self._mover,
                 transfer,
@@ -266,15 +268,17 @@ class TieredStore:
             )
         if len(keys) != len(pages):
             raise ValueError(f"{len(keys)} keys and {len(pages)} pages: they must be one to one")
+        if len(set(keys)) < len(keys):
+            raise ValueError("a key is named twice: keys must be those of consecutive pages")
         events, device_event = caller_event(self.hbm.device, after)
         with self._lock:
             self._check_open()
-            self.hbm.disown(pages)
+            lent = self.hbm.disown(pages)
             plan = self._planner.plan_put(keys, pages)
             self._counters.add("total", "put", len(keys))
             self._counters.add("total", "not_stored", plan.not_stored)
             transfer = Transfer(plan)
-            Run(self._mover, transfer, ready=events, device_event=device_event).start()
+            Run(self._mover, transfer, ready=events + lent, device_event=device_event).start()
         return transfer
 
     def prefetch(self, keys: Sequence[PageKey], *, deadline_s: float | None = None) -> Transfer:
@@ -282,7 +286,8 @@ class TieredStore:
         with self._lock:
             self._check_open()
             plan = self._planner.plan_prefetch(keys, gate=self._gate())
-            transfer = Transfer(plan, deadline_s=deadline_s or self.config.deadline_s)
+            deadline_s = self.config.deadline_s if deadline_s is None else deadline_s
+            transfer = Transfer(plan, deadline_s=deadline_s)
             Run(self._mover, transfer).start()
         return transfer
 
@@ -290,6 +295,11 @@ class TieredStore:
 
     def flush(self) -> int:
         """Write every host page to disk that is not there yet; blocks. How many were written."""
+        with self._lock:
+            self._check_open()
+        return self._flush()
+
+    def _flush(self) -> int:
         written = 0
         while True:
             with self._lock:
@@ -332,10 +342,10 @@ class TieredStore:
             if self._is_closed:
                 return
             self._is_closed = True
+            self.hbm.close()
         try:
             self._mover.wait_idle()
-            if self._disk is not None:
-                self.flush()
+            self._flush()
         finally:
             self._mover.close()
             for tier in (self._disk, self._host, self._hbm_tier):
@@ -386,8 +396,9 @@ class TieredStore:
             self._counters.add("hit", source, 1)
         for reason, pages in plan.misses:
             self._counters.add("miss", reason, pages)
-        for at in range(count, len(plan.pages)):
-            self._counters.add("miss", run.why_lost.get(at, "no_parent"), 1)
+        after = "no_parent" if run.why_lost.get(count, "in_flight") != "in_flight" else "in_flight"
+        for at in range(count, len(plan.pages)):  # what has come was too late, or hangs from a miss
+            self._counters.add("miss", run.why_lost.get(at, after), 1)
 
     def _on_disk(self, plan: Plan) -> int:
         with self._lock:
@@ -408,10 +419,10 @@ class TieredStore:
         with self._lock:
             if error is not None:
                 report.problems.append(f"page {index.key(page).hex()[:12]}: {error}")
-                if fix:
+                report.fixed += fix
+                if fix and tier.is_resident(page) and tier.slot[page] == slot:
                     reason = "corrupt" if isinstance(error, CorruptPageError) else "failed"
                     index.condemn(tier, page, reason)
-                    report.fixed += 1
             freed = index.unpin(tier, page)
             if freed is not None:
                 self._planner.room.free(DISK, [freed])
