@@ -1,4 +1,6 @@
-"""What the tests of the store stand on: page contents that name their page, a disk that waits, streams that wait."""
+"""What the tests of the store stand on: page contents that name their page, a disk that waits,
+streams that wait.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,8 @@ def assert_holds(store: TieredStore, slots: Sequence[int], keys: Sequence[PageKe
             other = found[: len(key)].tobytes().hex()[:12]
             wrong = int((found != expected).sum())
             raise AssertionError(
-                f"slot {slot} should hold {key.hex()[:12]}: {wrong} bytes differ, begins with {other}"
+                f"slot {slot} should hold {key.hex()[:12]}: {wrong} bytes differ, "
+                f"begins with {other}"
             )
 
 

@@ -1,4 +1,6 @@
-"""README and docs are true: their code runs, their links lead somewhere, their tables are complete."""
+"""README and docs are true: their code runs, their links lead somewhere, their tables are
+complete.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A TieredStore against a dict: whatever is done to it, a page comes back as it was put, or is a miss."""
+"""A TieredStore against a dict: whatever is done to it, a page comes back as it was put, or is a
+miss.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,7 @@ class StoreMachine(RuleBasedStateMachine):
     @initialize(disk_size=st.sampled_from([LARGE_DISK, LARGE_DISK, SMALL_DISK]))
     def open(self, disk_size: str) -> None:
         self.folder = tempfile.TemporaryDirectory(dir=MEMORY_FOLDER)
-        self.config = StoreConfig(
+        self.config = StoreConfig.parse(
             hbm=HBM_PAGES * PAGE_BYTES,
             host=HOST_PAGES * PAGE_BYTES,
             disk=Path(self.folder.name) / "store",
@@ -342,7 +344,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 def _machine(name: str, policy: str, write_policy: str, examples: int) -> Any:
     machine = type(name, (StoreMachine,), {"policy": policy, "write_policy": write_policy})
-    case = machine.TestCase
+    case: Any = machine.TestCase  # type: ignore[attr-defined]
     case.settings = settings(
         max_examples=examples,
         stateful_step_count=40,

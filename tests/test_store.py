@@ -1,4 +1,6 @@
-"""The store's contract in scenarios: each test says what happens and which field fault it would be."""
+"""The store's contract in scenarios: each test says what happens and which field fault it would
+be.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,10 @@ class Rig:
         self.folder = folder
         self.opened: list[RiggedStore] = []
 
-    def __call__(self, hbm: int = 16, host: int = 16, disk: str = "2MiB", **more: Any) -> RiggedStore:
-        config = StoreConfig(
+    def __call__(
+        self, hbm: int = 16, host: int = 16, disk: str = "2MiB", **more: Any
+    ) -> RiggedStore:
+        config = StoreConfig.parse(
             hbm=hbm * PAGE_BYTES,
             host=(host + 1) * PAGE_BYTES,  # one is for staging
             disk=self.folder / "store",
@@ -82,7 +86,7 @@ def put_on_disk_alone(store: RiggedStore, keys: KeyChain) -> None:
     assert (match.hbm_pages, match.host_pages, match.disk_pages) == (0, 0, len(keys))
 
 
-# -- slots change hands only when nobody writes or reads them any more ---------------------------------
+# -- slots change hands only when nobody writes or reads them any more -----------------------------
 
 
 def test_slots_of_pages_stored_already_wait_for_their_writer(open_store: Rig) -> None:
@@ -120,7 +124,8 @@ def test_slots_of_pages_without_a_parent_wait_for_their_writer(open_store: Rig) 
 
 
 def test_demotion_that_failed_and_is_tried_again_keeps_its_bytes(open_store: Rig) -> None:
-    """A full disk, then room again, while the copy that was promised the slot has not begun yet (row 38).
+    """A full disk, then room again, while the copy that was promised the slot has not begun yet
+    (row 38).
 
     The page goes back into its slot and is demoted from it a second time. The first copy must not
     write into that slot meanwhile: the disk would hold its bytes under the other page's key.
@@ -147,7 +152,9 @@ def test_demotion_that_failed_and_is_tried_again_keeps_its_bytes(open_store: Rig
 
 
 def test_load_that_joined_a_failed_one_leaves_the_next_owner_alone(open_store: Rig) -> None:
-    """A getter joins a load that fails; before it hears of that, the page is put anew in the same slot."""
+    """A getter joins a load that fails; before it hears of that, the page is put anew in the same
+    slot.
+    """
     store = open_store(hbm=2)
     keys = chain(store, 1)
     put_on_disk_alone(store, keys)
@@ -155,11 +162,16 @@ def test_load_that_joined_a_failed_one_leaves_the_next_owner_alone(open_store: R
     store.faulty.fail_read = lambda slot: True
     fill_stream, writer = store._mover.fill_stream, Event()
     gate, begun = Event(), threading.Event()
+
+    def hold() -> None:
+        begun.set()
+        gate.wait(PATIENCE_S)
+
     with held_stream(fill_stream) as let_go:
         first, joined = store.get(keys), store.get(keys)
         store.held.read_gate.set()
         store._mover.load_stream.synchronize()  # the first fill is queued behind the block
-        done = fill_stream.submit(lambda: (begun.set(), gate.wait(PATIENCE_S)) and None)
+        done = fill_stream.submit(hold)
         let_go.fire()
         assert begun.wait(PATIENCE_S)  # the first has failed; the joined one is next
         slots = store.hbm.allocate(1)
@@ -183,7 +195,9 @@ def test_load_that_joined_a_failed_one_leaves_the_next_owner_alone(open_store: R
 
 
 def test_slots_of_the_caller_are_free_only_when_no_late_load_writes_them(open_store: Rig) -> None:
-    """A get into the caller's slots comes too late; they are released, and another page is put there."""
+    """A get into the caller's slots comes too late; they are released, and another page is put
+    there.
+    """
     store = open_store(hbm=3)
     keys, other = chain(store, 1, 1), chain(store, 1, 2)
     put_on_disk_alone(store, keys)
@@ -199,7 +213,7 @@ def test_slots_of_the_caller_are_free_only_when_no_late_load_writes_them(open_st
         assert gate.wait(PATIENCE_S)
         copy(*args)
 
-    tier.write_layers = late_copy  # type: ignore[method-assign]
+    tier.write_layers = late_copy  # type: ignore[method-assign, assignment]
     load = store.get(keys, into=slots)
     assert begun.wait(PATIENCE_S)
     assert load.wait(0.0) == 0
@@ -228,7 +242,7 @@ def test_put_of_slots_that_a_late_load_still_writes_waits_for_it(open_store: Rig
     assert put.wait(PATIENCE_S) == 1
 
 
-# -- one page, several transfers -----------------------------------------------------------------------
+# -- one page, several transfers -------------------------------------------------------------------
 
 
 def test_put_of_a_page_that_another_put_brings_waits_for_it(open_store: Rig) -> None:
@@ -270,7 +284,9 @@ def test_prefetch_of_a_page_that_is_being_loaded_waits_for_it(open_store: Rig) -
 
 
 def test_getter_that_gives_up_does_not_take_the_page_from_another(open_store: Rig) -> None:
-    """Two requests want one page; the first runs out of time. The second has all the time there is."""
+    """Two requests want one page; the first runs out of time. The second has all the time there
+    is.
+    """
     store = open_store()
     keys = chain(store, 3)
     put_on_disk_alone(store, keys)
@@ -283,7 +299,9 @@ def test_getter_that_gives_up_does_not_take_the_page_from_another(open_store: Ri
 
 
 def test_corrupt_page_is_written_again_while_its_old_copy_is_still_held(open_store: Rig) -> None:
-    """A getter finds the copy corrupt and has not ended yet; the engine puts the page again, through."""
+    """A getter finds the copy corrupt and has not ended yet; the engine puts the page again,
+    through.
+    """
     store = open_store(write_policy="through")
     keys = chain(store, 2)
     put_on_disk_alone(store, keys)
@@ -315,7 +333,9 @@ def test_check_and_get_that_find_the_same_page_corrupt_drop_it_once(open_store: 
     checking = threading.Thread(target=store.check, args=(True,))
     checking.start()
     assert store.held.is_reading.wait(PATIENCE_S)
-    store.held.read_gate = threading.Event()  # the getter overtakes the check, which waits at `gate`
+    store.held.read_gate = (
+        threading.Event()
+    )  # the getter overtakes the check, which waits at `gate`
     store.held.read_gate.set()
     with store.get(keys) as load:
         assert load.wait(PATIENCE_S) == 0
@@ -327,7 +347,9 @@ def test_check_and_get_that_find_the_same_page_corrupt_drop_it_once(open_store: 
 
 
 def test_write_waits_for_the_write_of_its_parent_by_another_put(open_store: Rig) -> None:
-    """A prompt is put in two pieces; the first piece's writer is slower. Both reach disk (row 41)."""
+    """A prompt is put in two pieces; the first piece's writer is slower. Both reach disk (row
+    41).
+    """
     store = open_store(write_policy="through")
     keys, writer = chain(store, 2), Event()
     first = store.put(keys[:1], fill_slots(store, keys[:1]), after=writer)
@@ -369,7 +391,9 @@ def test_a_page_that_cannot_be_made_durable_does_not_hold_up_the_others(open_sto
 
 
 def test_flush_ends_where_disk_is_smaller_than_host(open_store: Rig) -> None:
-    """Written one after the other, pages took each other's place on disk and flush never returned."""
+    """Written one after the other, pages took each other's place on disk and flush never
+    returned.
+    """
     store = open_store(hbm=16, host=14, disk="700KiB")
     for first in range(1, 13):
         put_pages(store, chain(store, 1, first))
@@ -379,7 +403,7 @@ def test_flush_ends_where_disk_is_smaller_than_host(open_store: Rig) -> None:
     assert store.flush() == 0
 
 
-# -- what is refused -----------------------------------------------------------------------------------
+# -- what is refused -------------------------------------------------------------------------------
 
 
 def test_closed_store_refuses_every_call(open_store: Rig) -> None:

@@ -18,8 +18,8 @@ from tiered_kv.streams import Event, caller_event
 class HbmPages:
     """HBM slots a caller may own, and the tensors to fill and read them through.
 
-    A slot is owned from `allocate` until it is given to `TieredStore.put` or back to `release`. While
-    a get() may still write to it, it is lent: who has it next waits for that to end.
+    A slot is owned from `allocate` until it is given to `TieredStore.put` or back to `release`.
+    While a get() may still write to it, it is lent: who has it next waits for that to end.
     """
 
     def __init__(self, tier: HbmTier, mover: Mover, lock: threading.RLock) -> None:

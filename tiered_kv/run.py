@@ -83,7 +83,9 @@ class Run:
         self._join({page for _, page in joined})
         parent_of = mover.planner.index.parent_of
         parents = {(DISK, parent_of[move.page]) for move in plan.demote + plan.write}
-        others = {place: mover.arrivals[place] for place in joined | parents & mover.arrivals.keys()}
+        others = {
+            place: mover.arrivals[place] for place in joined | parents & mover.arrivals.keys()
+        }
         unmoved = self._settle_unmoved()
         jobs = [
             *self._write_jobs(plan.demote),
