@@ -7,6 +7,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,13 @@ from tiered_kv.errors import TieredKVError
 from tiered_kv.keys import KeyChain, PageKey
 from tiered_kv.planner import StoredPage
 from tiered_kv.storage.base import Page, PageBuffer, Tier
-from tiered_kv.storage.faulty import FaultyTier, WrappedTier
+from tiered_kv.storage.faulty import CountingTier, FaultyTier, WrappedTier
 from tiered_kv.streams import Event, Stream
 
 PAGE_BYTES = 4096
 PAGE_TOKENS = 4
 LAYOUT = KVLayout.uniform(PAGE_BYTES, PAGE_TOKENS)
-PATIENCE_S = 8.0  # a test that waits so long has found a hang
+PATIENCE_S = 30.0  # a test that waits so long has found a hang
 
 Content = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -96,7 +97,13 @@ def settle(store: TieredStore) -> None:
         for transfer in transfers:
             assert transfer.settled.wait(PATIENCE_S), "a transfer never settled"
     mover = store._mover
-    for stream in (mover.load_stream, mover.write_stream, mover.fill_stream, mover.store_stream):
+    for stream in (
+        mover.load_stream,
+        mover.write_stream,
+        mover.fill_stream,
+        mover.store_stream,
+        mover.event_stream,
+    ):
         stream.synchronize()  # what waited for the last of them, and runs in their threads
 
 
@@ -152,17 +159,21 @@ class HeldTier(WrappedTier):
 
 
 class RiggedStore(TieredStore):
-    """A store whose own disk tier can be held up (`held`) and made to fail (`faulty`)."""
+    """A store whose own disk tier can be held up, made to fail, and counts what is asked of it."""
 
     held: HeldTier
     faulty: FaultyTier
+    counting: CountingTier
+    own_disk: Tier
 
     def _open_disk(
         self, layout: KVLayout, config: StoreConfig
     ) -> tuple[Tier | None, list[StoredPage]]:
         disk, found = super()._open_disk(layout, config)
         assert disk is not None
-        self.faulty = FaultyTier(disk)
+        self.own_disk = disk
+        self.counting = CountingTier(disk)
+        self.faulty = FaultyTier(self.counting)
         self.held = HeldTier(self.faulty)
         return self.held, found
 
@@ -183,3 +194,59 @@ def held_stream(stream: Stream) -> Iterator[Event]:
     finally:
         let_go.fire()
         done.wait(PATIENCE_S)
+
+
+class Rig:
+    """Opens stores with tiers of so many pages, and closes them whatever became of the test."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.opened: list[RiggedStore] = []
+
+    def __call__(
+        self,
+        hbm: int = 16,
+        host: int = 16,
+        disk: str = "2MiB",
+        layout: KVLayout = LAYOUT,
+        **more: Any,
+    ) -> RiggedStore:
+        config = StoreConfig.parse(
+            hbm=hbm * layout.page_bytes,
+            host=(host + 1) * layout.page_bytes,  # one is for staging
+            disk=self.folder / "store",
+            disk_size=disk,
+            **more,
+        )
+        store = RiggedStore(layout, config)
+        self.opened.append(store)
+        return store
+
+    def let_all_go(self) -> None:
+        for store in self.opened:
+            store.held.read_gate.set()
+            store.held.write_gate.set()
+
+
+def chain(store: RiggedStore, pages: int, first_token: int = 0) -> KeyChain:
+    """Keys of a prompt of so many pages; prompts of different first tokens share nothing."""
+    n = pages * store.layout.page_tokens
+    return store.keys(range(first_token * 1_000_000, first_token * 1_000_000 + n))
+
+
+def flush_host(store: RiggedStore) -> None:
+    """Throw every page that nobody holds out of host."""
+    index, room = store._planner.index, store._planner.room
+    host = index.by_name["host"]
+    with store._lock:
+        room.free("host", [index.evict(host, page) for page in index.victims(host, host.resident)])
+
+
+def put_on_disk_alone(store: RiggedStore, keys: KeyChain) -> None:
+    """The pages are on disk, neither in HBM nor on host."""
+    assert put_pages(store, keys) == len(keys)
+    store.flush()
+    flush_hbm(store)
+    flush_host(store)
+    match = store.match(keys)
+    assert (match.hbm_pages, match.host_pages, match.disk_pages) == (0, 0, len(keys))

@@ -1,6 +1,4 @@
-"""The store's contract in scenarios: each test says what happens and which field fault it would
-be.
-"""
+"""The store's contract in scenarios; a test that is a field fault names its row."""
 
 from __future__ import annotations
 
@@ -9,53 +7,35 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from store_rig import (
-    LAYOUT,
     PAGE_BYTES,
     PATIENCE_S,
-    RiggedStore,
+    Rig,
     assert_holds,
+    chain,
     content_of,
     fill_slots,
     flush_hbm,
     get_pages,
     held_stream,
     index_problems,
+    put_on_disk_alone,
     put_pages,
     settle,
     write_slot,
 )
 
-from tiered_kv import KeyChain, StoreClosedError, StoreConfig
-from tiered_kv.streams import Event
-
-
-class Rig:
-    """Opens stores with tiers of so many pages, and closes them whatever became of the test."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.opened: list[RiggedStore] = []
-
-    def __call__(
-        self, hbm: int = 16, host: int = 16, disk: str = "2MiB", **more: Any
-    ) -> RiggedStore:
-        config = StoreConfig.parse(
-            hbm=hbm * PAGE_BYTES,
-            host=(host + 1) * PAGE_BYTES,  # one is for staging
-            disk=self.folder / "store",
-            disk_size=disk,
-            **more,
-        )
-        store = RiggedStore(LAYOUT, config)
-        self.opened.append(store)
-        return store
-
-    def let_all_go(self) -> None:
-        for store in self.opened:
-            store.held.read_gate.set()
-            store.held.write_gate.set()
+from tiered_kv import (
+    ConfigError,
+    KeyChain,
+    KVLayout,
+    LayoutMismatchError,
+    PageState,
+    StoreClosedError,
+)
+from tiered_kv.streams import Event, ThreadStream
 
 
 @pytest.fixture
@@ -67,343 +47,301 @@ def open_store(tmp_path: Path) -> Iterator[Rig]:
         store.close()
 
 
-def chain(store: RiggedStore, pages: int, first_token: int = 0) -> KeyChain:
-    """Keys of a prompt of so many pages; prompts of different first tokens share nothing."""
-    n = pages * store.layout.page_tokens
-    return store.keys(range(first_token * 1_000_000, first_token * 1_000_000 + n))
+# -- what comes back -------------------------------------------------------------------------------
 
 
-def put_on_disk_alone(store: RiggedStore, keys: KeyChain) -> None:
-    """The pages are on disk, neither in HBM nor on host."""
-    assert put_pages(store, keys) == len(keys)
-    store.flush()
+def test_page_comes_back_from_each_tier(open_store: Rig) -> None:
+    store = open_store(hbm=8, host=4)
+    keys = chain(store, 6)
+    assert put_pages(store, keys[:3]) == 3
     flush_hbm(store)
-    host = store._planner.index.by_name["host"]
-    with store._lock:
-        index, room = store._planner.index, store._planner.room
-        room.free("host", [index.evict(host, page) for page in index.victims(host, host.resident)])
-    match = store.match(keys)
-    assert (match.hbm_pages, match.host_pages, match.disk_pages) == (0, 0, len(keys))
-
-
-# -- slots change hands only when nobody writes or reads them any more -----------------------------
-
-
-def test_slots_of_pages_stored_already_wait_for_their_writer(open_store: Rig) -> None:
-    """Two requests compute one prompt; the second put finds its pages stored and its slots spare.
-
-    Its kernel is still writing into them: handed out at once, they would be another page's (row 2).
-    """
-    store = open_store(hbm=6)
-    keys = chain(store, 2)
-    put_pages(store, keys)
-    slots = store.hbm.allocate(2)
-    assert slots is not None
-    writer = Event()
-    second = store.put(keys, slots, after=writer)
-    others = store.hbm.allocate(4)
-    assert others is not None
-    assert not set(others) & set(slots)
-    assert store.hbm.allocate(1) is None
-    writer.fire()
-    assert second.wait(PATIENCE_S) == 2
-    assert store.hbm.allocate(2) is not None
-
-
-def test_slots_of_pages_without_a_parent_wait_for_their_writer(open_store: Rig) -> None:
-    """As above, for pages that hang from nothing that is stored (row 2)."""
-    store = open_store(hbm=4)
-    slots = store.hbm.allocate(2)
-    assert slots is not None
-    writer = Event()
-    put = store.put(chain(store, 3)[1:], slots, after=writer)
-    assert store.hbm.allocate(3) is None
-    writer.fire()
-    assert put.wait(PATIENCE_S) == 0
-    assert store.hbm.allocate(4) is not None
-
-
-def test_demotion_that_failed_and_is_tried_again_keeps_its_bytes(open_store: Rig) -> None:
-    """A full disk, then room again, while the copy that was promised the slot has not begun yet
-    (row 38).
-
-    The page goes back into its slot and is demoted from it a second time. The first copy must not
-    write into that slot meanwhile: the disk would hold its bytes under the other page's key.
-    """
-    store = open_store(host=3)
-    x, y, z = chain(store, 1, 1), chain(store, 1, 2), chain(store, 1, 3)
-    for keys in (x, chain(store, 1, 4), chain(store, 1, 5)):
-        put_pages(store, keys)
-    store.faulty.fail_write = lambda slots: True
-    with held_stream(store._mover.store_stream):
-        first = store.put(y, fill_slots(store, y))
-        store._mover.write_stream.synchronize()
-        store.faulty.fail_write = lambda slots: False
-        store.held.write_gate.clear()
-        second = store.put(z, fill_slots(store, z))
-    store._mover.store_stream.synchronize()
-    store.held.write_gate.set()
-    assert first.wait(PATIENCE_S) == 0
-    assert second.wait(PATIENCE_S) == 1
-    flush_hbm(store)
-    for keys in (x, z):
-        assert get_pages(store, keys) != ()
+    assert put_pages(store, keys[3:]) == 3  # two of the first three went to disk
+    assert store.match(keys).pages == 6
+    with store.get(keys) as load:
+        assert load.wait(PATIENCE_S) == 6
+        assert load.tiers[-3:] == ("hbm",) * 3
+        assert set(load.tiers[:3]) == {"host", "disk"}
+        assert_holds(store, load.slots, keys)
     assert index_problems(store, idle=True) == []
 
 
-def test_load_that_joined_a_failed_one_leaves_the_next_owner_alone(open_store: Rig) -> None:
-    """A getter joins a load that fails; before it hears of that, the page is put anew in the same
-    slot.
-    """
-    store = open_store(hbm=2)
-    keys = chain(store, 1)
-    put_on_disk_alone(store, keys)
-    store.held.read_gate.clear()
-    store.faulty.fail_read = lambda slot: True
-    fill_stream, writer = store._mover.fill_stream, Event()
-    gate, begun = Event(), threading.Event()
-
-    def hold() -> None:
-        begun.set()
-        gate.wait(PATIENCE_S)
-
-    with held_stream(fill_stream) as let_go:
-        first, joined = store.get(keys), store.get(keys)
-        store.held.read_gate.set()
-        store._mover.load_stream.synchronize()  # the first fill is queued behind the block
-        done = fill_stream.submit(hold)
-        let_go.fire()
-        assert begun.wait(PATIENCE_S)  # the first has failed; the joined one is next
-        slots = store.hbm.allocate(1)
-        assert slots is not None
-        put = store.put(keys, slots, after=writer)
-        gate.fire()
-        done.wait(PATIENCE_S)
-    fill_stream.synchronize()
-    assert joined.wait(PATIENCE_S) == 0
-    assert first.wait(PATIENCE_S) == 0
-    assert store.match(keys).hbm_pages == 1
-    others = store.hbm.allocate(1)
-    assert others is not None
-    assert others != slots
-    write_slot(store, slots[0], content_of(keys[0]))
-    writer.fire()
-    assert put.wait(PATIENCE_S) == 1
-    first.release()
-    joined.release()
-    assert get_pages(store, keys) == ("hbm",)
-
-
-def test_slots_of_the_caller_are_free_only_when_no_late_load_writes_them(open_store: Rig) -> None:
-    """A get into the caller's slots comes too late; they are released, and another page is put
-    there.
-    """
-    store = open_store(hbm=3)
-    keys, other = chain(store, 1, 1), chain(store, 1, 2)
-    put_on_disk_alone(store, keys)
-    slots = store.hbm.allocate(1)
-    rest = store.hbm.allocate(2)
-    assert slots is not None
-    assert rest is not None
-    tier, begun, gate = store._hbm_tier, threading.Event(), threading.Event()
-    copy = tier.write_layers
-
-    def late_copy(*args: Any) -> None:
-        begun.set()
-        assert gate.wait(PATIENCE_S)
-        copy(*args)
-
-    tier.write_layers = late_copy  # type: ignore[method-assign, assignment]
-    load = store.get(keys, into=slots)
-    assert begun.wait(PATIENCE_S)
-    assert load.wait(0.0) == 0
-    store.hbm.release(slots)
-    assert store.hbm.allocate(1) is None
-    tier.write_layers = copy  # type: ignore[method-assign]
-    gate.set()
-    assert load.settled.wait(PATIENCE_S)
-    store._mover.store_stream.synchronize()
-    assert put_pages(store, other) == 1
-    assert get_pages(store, other) == ("hbm",)
-
-
-def test_put_of_slots_that_a_late_load_still_writes_waits_for_it(open_store: Rig) -> None:
-    """The engine recomputes a page that came too late, in the slot it was to come to."""
-    store = open_store(hbm=3)
-    keys = chain(store, 1)
-    put_on_disk_alone(store, keys)
-    slots = fill_slots(store, keys)
-    with held_stream(store._mover.fill_stream):
-        load = store.get(keys, into=slots)
-        put = store.put(keys, slots)
-        store._mover.store_stream.synchronize()
-        assert not put.is_done
-    assert load.wait(PATIENCE_S) == 1
-    assert put.wait(PATIENCE_S) == 1
-
-
-# -- one page, several transfers -------------------------------------------------------------------
-
-
-def test_put_of_a_page_that_another_put_brings_waits_for_it(open_store: Rig) -> None:
-    """The other put fails to store it: the second must not say that it is stored (row 6)."""
-    store = open_store(host=1)
-    put_pages(store, chain(store, 1, 1))
-    store.faulty.fail_write = lambda slots: True
-    keys = chain(store, 1, 2)
-    with held_stream(store._mover.write_stream):
-        first = store.put(keys, fill_slots(store, keys))
-        second = store.put(keys, fill_slots(store, keys))
-        assert not second.is_done
-    assert first.wait(PATIENCE_S) == 0
-    assert second.wait(PATIENCE_S) == 0
-
-
-def test_prefetch_counts_only_what_reached_host(open_store: Rig) -> None:
-    """No room on host: the page stays on disk, and nobody is told otherwise."""
-    store = open_store(hbm=4, host=2)
-    keys, other = chain(store, 3, 1), chain(store, 2, 2)
-    put_on_disk_alone(store, keys[:2])
-    put_pages(store, other)
-    with held_stream(store._mover.fill_stream):
-        flush_hbm(store)
-        lease = store.get(other)  # keeps both host pages
-        assert store.prefetch(keys).wait(PATIENCE_S) == 0
-    lease.release()
-
-
-def test_prefetch_of_a_page_that_is_being_loaded_waits_for_it(open_store: Rig) -> None:
+def test_match_moves_and_changes_nothing(open_store: Rig) -> None:
+    """Lookups that promote wear the disk and push out what is used (row 45)."""
     store = open_store()
-    keys = chain(store, 1)
+    keys = chain(store, 4)
+    put_on_disk_alone(store, keys)
+    index = store._planner.index
+    before = (store.stats(), [index.last_use_of[page] for page in index])
+    for _ in range(3):
+        match = store.match(keys)
+        assert (match.pages, match.tokens, match.disk_pages) == (4, 16, 4)
+        assert match.state is PageState.HIT
+    assert store.match(chain(store, 1, 9)).state is PageState.MISS
+    assert (store.stats(), [index.last_use_of[page] for page in index]) == before
+    assert store.counting.counts["read"] == 0
+
+
+def test_match_says_pending_while_pages_arrive(open_store: Rig) -> None:
+    store = open_store()
+    keys, writer = chain(store, 2), Event()
+    put = store.put(keys, fill_slots(store, keys), after=writer)
+    assert store.match(keys).state is PageState.PENDING
+    writer.fire()
+    put.wait(PATIENCE_S)
+    assert store.match(keys).state is PageState.HIT
+
+
+def test_hit_longer_than_host_streams_through_it(open_store: Rig) -> None:
+    """A long hit on disk must not be cut to what host holds (row 40)."""
+    store = open_store(hbm=24, host=3)
+    keys = chain(store, 20)
+    for at in range(0, 20, 2):
+        put_pages(store, keys[at : at + 2])
+    store.flush()
+    flush_hbm(store)
+    tiers = get_pages(store, keys)
+    assert len(tiers) == 20
+    assert tiers.count("disk") >= 17
+
+
+def test_hit_longer_than_hbm_comes_in_pieces(open_store: Rig) -> None:
+    store = open_store(hbm=5, host=32)
+    keys = chain(store, 12)
+    for at in range(0, 12, 4):
+        put_pages(store, keys[at : at + 4])
+    flush_hbm(store)
+    at, pieces = 0, []
+    while at < len(keys):
+        pieces.append(len(get_pages(store, keys[at:])))
+        at += pieces[-1]
+    assert pieces == [5, 5, 2]
+    assert store.stats().why_miss["no_room"] == 7 + 2
+
+
+def test_pages_come_into_the_callers_own_slots(open_store: Rig) -> None:
+    """From HBM, host and disk at once; the slots remain the caller's, nothing is leased."""
+    store = open_store(hbm=8, host=4)
+    keys = chain(store, 4)
+    put_on_disk_alone(store, keys)
+    store.prefetch(keys[:3]).wait(PATIENCE_S)
+    get_pages(store, keys[:2])
+    slots = store.hbm.allocate(5)
+    assert slots is not None
+    load = store.get(keys, into=slots)
+    assert load.wait(PATIENCE_S) == 4
+    assert load.slots == slots[:4]
+    assert load.tiers == ("hbm", "hbm", "host", "disk")
+    assert_holds(store, slots[:4], keys)
+    with pytest.raises(ValueError, match="for 6 keys"):
+        store.get(chain(store, 6), into=slots)
+    store.hbm.release(slots)
+    with pytest.raises(ValueError, match="was not allocated"):
+        store.get(keys, into=slots)
+    settle(store)
+    assert index_problems(store, idle=True) == []
+
+
+def test_layers_come_one_after_another(open_store: Rig) -> None:
+    """`wait_layer` returns as soon as its layer is there, while later ones are on their way."""
+    layout = KVLayout.uniform(4 * 65536, 4, layers=4)
+    store = open_store(hbm=4, host=4, disk="16MiB", layout=layout)
+    keys = chain(store, 2)
+    put_pages(store, keys)
+    flush_hbm(store)
+    tier, copy = store._hbm_tier, store._hbm_tier.write_layers
+    gates = [threading.Event() for _ in range(4)]
+
+    def copy_when_told(slots: Any, pages: Any, first: int, last: int) -> None:
+        assert gates[first].wait(PATIENCE_S)
+        copy(slots, pages, first, last)
+
+    tier.write_layers = copy_when_told  # type: ignore[method-assign]
+    with store.get(keys) as load:
+        at = 0
+        for layer in range(4):
+            gates[layer].set()
+            assert load.wait_layer(layer) == 2
+            size = layout.layer_page_bytes[layer]
+            for slot, key in zip(load.slots, keys, strict=True):
+                expected = content_of(key, layout.page_bytes)[at : at + size]
+                assert np.array_equal(store.hbm.layers[layer][slot].numpy(), expected)
+            at += size
+            assert layer == 3 or not load.is_done
+        assert load.wait(PATIENCE_S) == 2
+        with pytest.raises(IndexError):
+            load.wait_layer(4)
+
+
+def test_layer_of_a_load_that_comes_too_late_is_a_miss(open_store: Rig) -> None:
+    store = open_store()
+    keys = chain(store, 2)
     put_on_disk_alone(store, keys)
     store.held.read_gate.clear()
-    first, second = store.prefetch(keys), store.prefetch(keys)
-    assert not second.is_done
-    store.held.read_gate.set()
-    assert (first.wait(PATIENCE_S), second.wait(PATIENCE_S)) == (1, 1)
+    with store.get(keys, deadline_s=0.0) as load:
+        assert load.wait_layer(0) == 0
+        assert load.wait() == 0
+        assert load.slots == []
 
 
-def test_getter_that_gives_up_does_not_take_the_page_from_another(open_store: Rig) -> None:
-    """Two requests want one page; the first runs out of time. The second has all the time there
-    is.
-    """
+# -- copies wait for those who write and read (rows 1 and 2) ---------------------------------------
+
+
+def test_put_waits_for_the_writer_of_its_pages(open_store: Rig) -> None:
+    """The engine's stream is still writing a page when it is put: host must not get half of it."""
+    store, engine = open_store(), ThreadStream("engine")
+    keys, half = chain(store, 2), threading.Event()
+    slots = store.hbm.allocate(2)
+    assert slots is not None
+
+    def write_slowly() -> None:
+        write_slot(store, slots[0], content_of(keys[0]))
+        assert half.wait(PATIENCE_S)
+        write_slot(store, slots[1], content_of(keys[1]))
+
+    put = store.put(keys, slots, after=engine.submit(write_slowly))
+    waiting = store.get(keys)
+    store._mover.store_stream.synchronize()
+    assert not put.is_done
+    half.set()
+    assert put.wait(PATIENCE_S) == 2
+    assert waiting.wait(PATIENCE_S) == 2
+    assert_holds(store, waiting.slots, keys)
+    waiting.release()
+    flush_hbm(store)
+    assert get_pages(store, keys) == ("host", "host")
+    engine.close()
+
+
+def test_leased_pages_stay_until_their_reader_is_through(open_store: Rig) -> None:
+    """Attention still reads the pages when the lease is given back; a load must not reuse them."""
+    store, engine = open_store(hbm=2), ThreadStream("engine")
+    keys, others = chain(store, 2, 1), chain(store, 2, 2)
+    put_pages(store, others)
+    flush_hbm(store)
+    put_pages(store, keys)
+    load, may_end, seen = store.get(keys), threading.Event(), []
+    assert load.wait(PATIENCE_S) == 2
+
+    def read_slowly() -> None:
+        assert may_end.wait(PATIENCE_S)
+        assert_holds(store, load.slots, keys)
+        seen.append(True)
+
+    load.release(after=engine.submit(read_slowly))
+    assert store.hbm.allocate(1) is None
+    with store.get(others) as too_early:
+        assert too_early.wait(PATIENCE_S) == 0
+    may_end.set()
+    engine.synchronize()
+    settle(store)
+    assert seen == [True]
+    assert len(get_pages(store, others)) == 2
+    engine.close()
+
+
+def test_get_into_slots_waits_for_their_last_user(open_store: Rig) -> None:
+    store, engine = open_store(), ThreadStream("engine")
+    keys, may_end, seen = chain(store, 1), threading.Event(), []
+    put_pages(store, keys)
+    slots = store.hbm.allocate(1)
+    assert slots is not None
+    old = content_of(chain(store, 1, 7)[0])
+    write_slot(store, slots[0], old)
+
+    def read_slowly() -> None:
+        assert may_end.wait(PATIENCE_S)
+        assert_holds(store, slots, chain(store, 1, 7))
+        seen.append(True)
+
+    load = store.get(keys, into=slots, after=engine.submit(read_slowly))
+    store._mover.fill_stream.synchronize()
+    assert not load.is_done
+    may_end.set()
+    assert load.wait(PATIENCE_S) == 1
+    assert seen == [True]
+    assert_holds(store, slots, keys)
+    engine.close()
+
+
+def test_released_slots_are_not_handed_out_before_their_event(open_store: Rig) -> None:
+    store, reader = open_store(hbm=2), Event()
+    slots = store.hbm.allocate(2)
+    assert slots is not None
+    store.hbm.release(slots, after=reader)
+    assert store.hbm.allocate(1) is None
+    with pytest.raises(ValueError, match="was not allocated"):
+        store.hbm.release(slots)
+    reader.fire()
+    settle(store)
+    assert store.hbm.allocate(2) is not None
+
+
+# -- several getters -------------------------------------------------------------------------------
+
+
+def test_two_getters_of_one_arriving_page_share_one_load(open_store: Rig) -> None:
     store = open_store()
     keys = chain(store, 3)
     put_on_disk_alone(store, keys)
     store.held.read_gate.clear()
-    with store.get(keys, deadline_s=0.0) as hasty, store.get(keys) as patient:
-        assert hasty.wait() == 0
-        store.held.read_gate.set()
-        assert patient.wait(PATIENCE_S) == 3
-        assert_holds(store, patient.slots, keys)
-
-
-def test_corrupt_page_is_written_again_while_its_old_copy_is_still_held(open_store: Rig) -> None:
-    """A getter finds the copy corrupt and has not ended yet; the engine puts the page again,
-    through.
-    """
-    store = open_store(write_policy="through")
-    keys = chain(store, 2)
-    put_on_disk_alone(store, keys)
-    store.faulty.flip = lambda slot: slot == 0
-    with held_stream(store._mover.fill_stream):
-        load = store.get(keys)
-        store._mover.load_stream.synchronize()
-        store.faulty.flip = lambda slot: False
-        put = store.put(keys[:1], fill_slots(store, keys[:1]))
-        assert put.wait(PATIENCE_S) == 1
-    assert load.wait(PATIENCE_S) == 0
-    load.release()
-    settle(store)
-    store.flush()
-    assert index_problems(store, idle=True) == []
-    assert store.stats().resident_pages["disk"] == 2
-    flush_hbm(store)
-    assert len(get_pages(store, keys)) == 2
-
-
-def test_check_and_get_that_find_the_same_page_corrupt_drop_it_once(open_store: Rig) -> None:
-    store = open_store()
-    keys = chain(store, 2)
-    put_on_disk_alone(store, keys)
-    store.faulty.flip = lambda slot: slot == 0
-    gate = store.held.read_gate
-    gate.clear()
-    store.held.is_reading.clear()
-    checking = threading.Thread(target=store.check, args=(True,))
-    checking.start()
-    assert store.held.is_reading.wait(PATIENCE_S)
-    store.held.read_gate = (
-        threading.Event()
-    )  # the getter overtakes the check, which waits at `gate`
+    loads = [store.get(keys) for _ in range(3)]
+    slots = store.hbm.allocate(3)
+    own = store.get(keys, into=slots)
     store.held.read_gate.set()
-    with store.get(keys) as load:
-        assert load.wait(PATIENCE_S) == 0
+    assert [load.wait(PATIENCE_S) for load in loads] == [3, 3, 3]
+    assert own.wait(PATIENCE_S) == 3
+    assert store.counting.counts["pages_read"] == 3
+    assert loads[0].slots == loads[1].slots == loads[2].slots
+    assert_holds(store, own.slots, keys)
+    for load in loads:
+        load.release()
     settle(store)
-    gate.set()
-    checking.join(PATIENCE_S)
     assert index_problems(store, idle=True) == []
-    assert store.stats().resident_pages["disk"] == 1
 
 
-def test_write_waits_for_the_write_of_its_parent_by_another_put(open_store: Rig) -> None:
-    """A prompt is put in two pieces; the first piece's writer is slower. Both reach disk (row
-    41).
-    """
-    store = open_store(write_policy="through")
-    keys, writer = chain(store, 2), Event()
-    first = store.put(keys[:1], fill_slots(store, keys[:1]), after=writer)
-    second = store.put(keys[1:], fill_slots(store, keys[1:]))
-    store._mover.store_stream.synchronize()
-    store._mover.write_stream.synchronize()
-    writer.fire()
+def test_lease_given_back_twice_counts_once(open_store: Rig) -> None:
+    store = open_store(hbm=1)
+    keys = chain(store, 1)
+    put_pages(store, keys)
+    first, second = store.get(keys), store.get(keys)
     assert (first.wait(PATIENCE_S), second.wait(PATIENCE_S)) == (1, 1)
-    assert store.stats().resident_pages["disk"] == 2
+    first.release()
+    first.release()
+    assert store.hbm.allocate(1) is None
+    second.release()
+    assert store.hbm.allocate(1) is not None
 
 
-def test_a_page_that_cannot_be_made_durable_does_not_hold_up_the_others(open_store: Rig) -> None:
-    """A parent's disk copy goes bad while it stands in HBM alone: its child has no way to disk.
-
-    Every other page still goes there, at flush, at close and when host gives it up.
-    """
-    store = open_store(host=3)
-    parent, child = chain(store, 2)[:1], chain(store, 2)[1:]
-    put_on_disk_alone(store, parent)
-    load = store.get(parent)
-    assert load.wait(PATIENCE_S) == 1
-    host = store._planner.index.by_name["host"]
-    with store._lock:
-        page = store._planner.index.find(parent[0])
-        store._planner.room.free("host", [store._planner.index.evict(host, page)])
-    put_pages(store, child)
-    store.faulty.flip = lambda slot: True
-    assert store.check(fix=True).fixed == 1
-    store.faulty.flip = lambda slot: False
-    others = [chain(store, 1, first) for first in range(2, 5)]
-    put_pages(store, others[0])
-    assert store.flush() == 1
-    assert store.match(others[0]).state.value == "hit"
-    for other in others[1:]:
-        put_pages(store, other)
-    flush_hbm(store)
-    assert all(store.match(other).pages == 1 for other in others)
-    load.release()
-
-
-def test_flush_ends_where_disk_is_smaller_than_host(open_store: Rig) -> None:
-    """Written one after the other, pages took each other's place on disk and flush never
-    returned.
-    """
-    store = open_store(hbm=16, host=14, disk="700KiB")
-    for first in range(1, 13):
-        put_pages(store, chain(store, 1, first))
-    capacity = store._disk.capacity_pages if store._disk else 0
-    assert capacity < 12
-    assert store.flush() == capacity
-    assert store.flush() == 0
+def test_prefetch_brings_pages_to_host(open_store: Rig) -> None:
+    store = open_store()
+    keys = chain(store, 4)
+    put_on_disk_alone(store, keys)
+    assert store.prefetch(keys).wait(PATIENCE_S) == 4
+    assert store.match(keys).host_pages == 4
+    assert get_pages(store, keys) == ("host",) * 4
 
 
 # -- what is refused -------------------------------------------------------------------------------
+
+
+def test_foreign_directories_and_layouts_are_refused(open_store: Rig, tmp_path: Path) -> None:
+    """One clear error, nothing touched: pages of another layout are junk (row 12)."""
+    store = open_store()
+    put_pages(store, chain(store, 2))
+    with pytest.raises(ConfigError, match="in use"):
+        open_store()
+    store.close()
+    with pytest.raises(LayoutMismatchError):
+        open_store(layout=KVLayout.uniform(PAGE_BYTES, 8))
+    other = Rig(tmp_path / "other")
+    foreign = tmp_path / "other" / "store"
+    foreign.mkdir(parents=True)
+    (foreign / "thesis.tex").write_text("mine")
+    with pytest.raises(ConfigError):
+        other()
+    assert (foreign / "thesis.tex").read_text() == "mine"
+    assert [path.name for path in foreign.iterdir()] == ["thesis.tex"]
+    assert open_store().match(chain(store, 2)).pages == 2
 
 
 def test_closed_store_refuses_every_call(open_store: Rig) -> None:

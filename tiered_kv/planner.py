@@ -292,7 +292,10 @@ class Planner:
         if slot is None:
             return self._move(page, HBM, HOST, grant.slot, grant.after)
         key, parent = self.index.key(page), self.index.parent_key(page)
-        return Move(page, key, parent, HBM, slot, HOST, grant.slot, waits=True, after=grant.after)
+        is_bound = self._hbm is not None and self._hbm.slot[page] == slot  # or in a spare slot
+        return Move(
+            page, key, parent, HBM, slot, HOST, grant.slot, waits=is_bound, after=grant.after
+        )
 
     def _unstored_ancestors(self, page: int) -> list[int]:
         """Pages above one that are in HBM alone: they found no room before and are tried again."""
