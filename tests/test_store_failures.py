@@ -113,6 +113,26 @@ def test_load_that_breaks_raises_and_leaves_nothing_behind(open_store: Rig) -> N
     assert index_problems(store, idle=True) == []
 
 
+def test_device_that_fails_after_a_copy_was_queued_fails_the_copy(open_store: Rig) -> None:
+    """A copy error that shows only when the device is through must not be a hit (row 15)."""
+    store = open_store()
+    keys = chain(store, 2)
+    put_pages(store, keys)
+    flush_hbm(store)
+    stream = store._mover.fill_stream
+
+    def broken() -> None:
+        raise RuntimeError("an illegal memory access")
+
+    stream.drain = broken  # type: ignore[method-assign]
+    with store.get(keys) as load, pytest.raises(TieredKVError, match="illegal memory"):
+        load.wait(PATIENCE_S)
+    del stream.drain
+    settle(store)
+    assert store.match(keys).hbm_pages == 0
+    assert get_pages(store, keys) == ("host", "host")  # and the stream goes on
+
+
 def test_corrupt_page_is_a_miss_and_heals_when_it_is_put_again(
     open_store: Rig, tmp_path: Path
 ) -> None:

@@ -154,6 +154,7 @@ class Run:
         def guarded() -> None:
             try:
                 made.extend(job.work(job.batch))
+                job.stream.drain()
             except BaseException as error:  # surfaces at wait(); nobody is above a worker thread
                 made.clear()
                 self.transfer.broke(error)
@@ -339,6 +340,7 @@ class Run:
         def copy() -> None:
             try:
                 self._scatter(batch, good, mover.fill_stream, by_page)
+                mover.fill_stream.drain()
             except BaseException as raised:  # handed to the load stream, which is waiting
                 error.append(raised)
 

@@ -8,6 +8,7 @@ readers'. `ThreadStream` needs no GPU, so that the asynchrony is real in every t
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 Work = Callable[[], None]
+_log = logging.getLogger(__name__)
 
 
 class Event:
@@ -93,7 +95,7 @@ class Stream:
         """Do `work` on the stream once all events have fired; returns at once.
 
         The event returned fires when the work has been done *and* what it enqueued on the device is
-        through. `work` must not raise: what fails is its own to report.
+        through. `work` must not raise: what fails is its own to report, and here is only logged.
         """
         done = Event()
 
@@ -101,7 +103,7 @@ class Stream:
             try:
                 with self._context():
                     work()
-                self._drain()
+                self.drain()
             finally:
                 done.fire()
 
@@ -128,13 +130,16 @@ class Stream:
 
     def _serve(self) -> None:
         while (run := self._queue.get()) is not None:
-            run()
+            try:
+                run()
+            except BaseException:  # a stream that ends would leave all who wait for it for ever
+                _log.exception("work on stream %s broke", self.name)
 
     def _context(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def _drain(self) -> None:
-        """Block until the device is through with what the work enqueued."""
+    def drain(self) -> None:
+        """Called by work on the stream: block until the device is through with what it enqueued."""
 
 
 class ThreadStream(Stream):
@@ -158,7 +163,8 @@ class CudaStream(Stream):
     def _context(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._cuda)
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
+        """Block until the device is through; raises what its copies broke with."""
         self._cuda.synchronize()
 
 

@@ -121,10 +121,10 @@ class Transfer:
             after: an event of the last reader; the pages are kept until it fires. Default: on a GPU
                 all work queued on the current stream so far; on a CPU nothing.
         """
-        if self._release is None or self._is_released:
-            return
-        self._is_released = True
-        self._release(self, after)
+        with self._lock:
+            is_first, self._is_released = not self._is_released, True
+        if is_first and self._release is not None:
+            self._release(self, after)
 
     def __enter__(self) -> Transfer:
         return self
