@@ -129,7 +129,9 @@ class PlannerRig:
         return self._take_off(self.planner.plan_prefetch(keys), keys)
 
     def begin_flush(self, max_pages: int) -> Flight:
-        return self._take_off(self.planner.plan_flush(max_pages), KeyChain([]))
+        return self._take_off(
+            self.planner.plan_flush(self.planner.dirty_pages()[:max_pages]), KeyChain([])
+        )
 
     def put(self, keys: KeyChain) -> Flight:
         """Put pages and let everything land."""

@@ -298,14 +298,14 @@ def test_flush_writes_the_coldest_pages_and_their_ancestors() -> None:
     assert rig.tiers_of("a", "b", "x") == ["hbm+host+disk"] * 2 + ["hbm+host"]
     rig.land(rig.begin_flush(9))
     assert rig.tiers_of("x") == ["hbm+host+disk"]
-    assert rig.planner.plan_flush(9) == Plan()
+    assert rig.planner.plan_flush(rig.planner.dirty_pages()) == Plan()
     rig.check()
 
 
 def test_flush_without_a_disk_has_nothing_to_do() -> None:
     rig = PlannerRig(hbm=4, host=4, disk=0)
     rig.put(chain("a"))
-    assert rig.planner.plan_flush(9) == Plan()
+    assert rig.planner.plan_flush(rig.planner.dirty_pages()) == Plan()
 
 
 # -- get -------------------------------------------------------------------------------------------
@@ -635,7 +635,7 @@ def random_calls(planner: Planner, seed: int) -> list[Plan]:
         elif verb == "prefetch":
             plan = planner.plan_prefetch(keys)
         else:
-            plan = planner.plan_flush(3)
+            plan = planner.plan_flush(planner.dirty_pages()[:3])
         plans.append(planner.carry_out(plan))
     return plans
 

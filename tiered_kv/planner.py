@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from tiered_kv.index import Index, TierIndex, TierState
+from tiered_kv.index import Index, TierState
 from tiered_kv.keys import KeyChain, PageKey
 from tiered_kv.plan import DISK, HBM, HOST, LOAD_ALL, TIERS, Draft, Gate, Move, Plan
 from tiered_kv.room import Grant, Room, Slots
@@ -329,16 +329,26 @@ class Planner:
             return []
         return [self.room.write(page, slot, draft) for page, slot in slots.items()]
 
-    def plan_flush(self, max_pages: int) -> Plan:
-        """Write the coldest max_pages host pages that are not on disk yet, and their ancestors."""
-        draft = Draft()
+    def dirty_pages(self) -> list[int]:
+        """Host pages that are not on disk and could be written there, coldest first. O(pages).
+
+        No more than disk holds beside the host pages that are on it already: where it is smaller
+        than host, flushing would otherwise make pages take each other's place for ever.
+        """
         if self._disk is None:
-            return Plan()
+            return []
         on_host = [page for page in self.index if self._host.is_resident(page)]
         dirty = self.room.durable([page for page in on_host if not self._disk.state[page]])
         dirty.sort(key=self._host.last_use)
-        with self.room.held(self._disk, on_host):  # or each would take another's place, for ever
-            write = self._writes(dirty[:max_pages], draft)
+        clean = sum(self._disk.is_resident(page) for page in on_host)
+        return dirty[max(0, len(dirty) - (self.room.capacity[DISK] - clean)) :]
+
+    def plan_flush(self, pages: Sequence[int]) -> Plan:
+        """Write these of the `dirty_pages`, as far as they still are, and their ancestors."""
+        draft = Draft()
+        if self._disk is None:
+            return Plan()
+        write = self._writes([page for page in pages if self._host.is_resident(page)], draft)
         return Plan(write=tuple(write), pins=tuple(draft.pins))
 
     # -- what became of a plan ---------------------------------------------------------------------
@@ -447,41 +457,31 @@ class Planner:
     def adopt(self, tier: str, pages: Iterable[StoredPage]) -> list[int]:
         """Pages a tier still holds from an earlier run, oldest first. Returns the slots of orphans.
 
-        An orphan, a page whose parent is not there, cannot hit; its slot is freed.
+        An orphan, a page whose parent is not there, cannot hit; its slot is freed. Parents mostly
+        come before their children; a child that comes first waits for them.
         """
-        stored = {page.key: page for page in pages}
-        self.room.claim(tier, len(stored))
-        target = self.index.by_name[tier]
-        orphans = []
-        for page in stored.values():
-            path = self._path(page, stored)
-            if path is None:
-                orphans.append(page.slot)
-                continue
-            ids = self._adopt_path(target, path)
-            self.index.touch(ids)
+        waiting: dict[PageKey, list[StoredPage]] = {}  # by the parent that is not here yet
+        for page in pages:
+            self.room.claim(tier, 1)
+            if page.parent is None or self.index.find(page.parent) >= 0:
+                self._adopt_tree(tier, page, waiting)
+            else:
+                waiting.setdefault(page.parent, []).append(page)
+        orphans = [page.slot for children in waiting.values() for page in children]
         self.room.free(tier, orphans)
         return orphans
 
-    def _path(self, page: StoredPage, stored: dict[PageKey, StoredPage]) -> list[StoredPage] | None:
-        """The page and those before it not in the index yet, root first; None for an orphan."""
-        path = [page]
-        while self.index.find(path[-1].key) < 0:
-            parent = path[-1].parent
-            if parent is None:
-                break
-            if parent not in stored:
-                return None
-            path.append(stored[parent])
-        return path[::-1]
-
-    def _adopt_path(self, tier: TierIndex, path: list[StoredPage]) -> list[int]:
-        ids: list[int] = []
-        for page in path:
+    def _adopt_tree(
+        self, tier: str, root: StoredPage, waiting: dict[PageKey, list[StoredPage]]
+    ) -> None:
+        """Adopt a page, and those that have been waiting for it."""
+        target = self.index.by_name[tier]
+        ready = [root]
+        while ready:
+            page = ready.pop()
             parent = -1 if page.parent is None else self.index.find(page.parent)
             (page_id,) = self.index.add([page.key], parent)
-            if not tier.state[page_id]:
-                self.index.begin(tier, page_id, page.slot)
-                self.index.finish(tier, page_id)
-            ids.append(page_id)
-        return ids
+            self.index.begin(target, page_id, page.slot)
+            self.index.finish(target, page_id)
+            self.index.touch([page_id])
+            ready += waiting.pop(page.key, [])

@@ -39,6 +39,7 @@ class Room:
     def __init__(self, index: Index, slots: dict[str, Slots], capacity: dict[str, int]) -> None:
         self._index = index
         self._slots = slots
+        self.capacity = dict(capacity)
         self.free_pages = dict(capacity)
 
     def reserve_free(self, tier: str, n: int) -> list[int]:

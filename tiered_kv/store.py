@@ -300,19 +300,20 @@ class TieredStore:
         return self._flush()
 
     def _flush(self) -> int:
+        with self._lock:
+            dirty = self._planner.dirty_pages()
+        batch = max(1, _FLUSH_BYTES // self.layout.page_bytes)
         written = 0
-        while True:
+        for at in range(0, len(dirty), batch):
             with self._lock:
-                plan = self._planner.plan_flush(max(1, _FLUSH_BYTES // self.layout.page_bytes))
-                if not plan.write:
-                    return written
-                transfer = Transfer(plan)
+                transfer = Transfer(self._planner.plan_flush(dirty[at : at + batch]))
                 Run(self._mover, transfer).start()
             transfer.settled.wait()
-            came = self._on_disk(plan)
+            came = self._on_disk(transfer.plan)
             written += came
-            if came < len(plan.write):
-                return written  # disk is full or failing: what is left stays on host alone
+            if came < len(transfer.plan.write):
+                break  # disk is full or failing: what is left stays on host alone
+        return written
 
     def check(self, fix: bool = False) -> CheckReport:
         """Verify the index, and every page on disk against its checksum.
