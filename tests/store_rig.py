@@ -5,7 +5,7 @@ streams that wait.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -168,9 +168,8 @@ class RiggedStore(TieredStore):
 
     def _open_disk(
         self, layout: KVLayout, config: StoreConfig
-    ) -> tuple[Tier | None, list[StoredPage]]:
+    ) -> tuple[Tier, Iterable[StoredPage]]:
         disk, found = super()._open_disk(layout, config)
-        assert disk is not None
         self.own_disk = disk
         self.counting = CountingTier(disk)
         self.faulty = FaultyTier(self.counting)

@@ -24,6 +24,7 @@ class StoreStats:
         checksums_verified, checksums_failed: pages read from disk.
         put_pages: pages given to `put`.
         not_stored_pages: of those, pages that found no room on host.
+        failed_writes: pages whose write to disk failed; they stayed on host.
         resident_pages: pages in each tier now.
         load_s_per_page: running cost of bringing a page from each tier, in seconds; what the gate
         uses.
@@ -38,6 +39,7 @@ class StoreStats:
     checksums_failed: int
     put_pages: int
     not_stored_pages: int
+    failed_writes: int
     resident_pages: dict[str, int]
     load_s_per_page: dict[str, float]
 
@@ -95,6 +97,7 @@ class Counters:
                 checksums_failed=total["corrupt"],
                 put_pages=total["put"],
                 not_stored_pages=total["not_stored"],
+                failed_writes=total["write_failed"],
                 resident_pages=dict(resident_pages),
                 load_s_per_page=dict(self._load_s),
             )

@@ -83,7 +83,7 @@ class TierIndex:
         self._index = index
         self.state = _column("B")
         self.slot = _column("i")
-        self.pins = _column("H")
+        self.pins = _column("I")
         self.children = _column("i")  # children in this tier or on their way into it
         self.doomed: dict[int, int] = {}  # page -> slot of a condemned copy somebody still reads
         self.resident = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from types import TracebackType
@@ -14,7 +14,7 @@ import torch
 
 from tiered_kv.config import StoreConfig
 from tiered_kv.counters import Counters, StoreStats
-from tiered_kv.errors import CorruptPageError, StoreClosedError
+from tiered_kv.errors import ConfigError, CorruptPageError, StoreClosedError
 from tiered_kv.hbm_pages import HbmPages
 from tiered_kv.index import TierState
 from tiered_kv.keys import KeyChain, Multimodal, Namespace, PageKey, page_keys
@@ -66,8 +66,8 @@ class PrefixMatch:
 class TieredStore:
     """KV pages of one model, one rank, over HBM, host memory and disk.
 
-    Safe to call from several threads. No call but `close` and `check` waits for bytes: what takes
-    time returns a `Transfer`. Use it as a context manager, or call `close`.
+    Safe to call from several threads. No call but `flush`, `check` and `close` waits for bytes:
+    what takes time returns a `Transfer`. Use it as a context manager, or call `close`.
 
     Args:
         layout: geometry of a page.
@@ -83,7 +83,7 @@ class TieredStore:
     def __init__(self, layout: KVLayout, config: StoreConfig, *, disk: Tier | None = None) -> None:
         self.layout = layout
         self.config = config
-        device = _device(config.device)
+        device = resolve_device(config.device)
         self._lock = threading.RLock()
         self._is_closed = False
         self._key_layout = replace(layout, tp_rank=0).fingerprint  # every rank makes the same keys
@@ -96,23 +96,19 @@ class TieredStore:
             pin=self._hbm_tier.device.type == "cuda",
             with_staging=has_disk,
         )
-        found: list[StoredPage] = []
+        found: Iterable[StoredPage] = ()
         if disk is None and config.disk is not None:
             disk, found = self._open_disk(layout, config)
         self._disk = disk
-        tiers: dict[str, Tier] = {HBM: self._hbm_tier, HOST: self._host}
-        if disk is not None:
-            tiers[DISK] = disk
         self._planner = Planner(
-            tiers,
-            {name: tier.capacity_pages for name, tier in tiers.items()},
+            {tier.name: tier for tier in self._tiers()},
+            self.capacity_pages(),
             policy=config.policy,
             write_through=config.write_policy == "through",
         )
-        if found:
-            self._planner.adopt(DISK, found)
+        self._adopt(found)
         self._mover = Mover(
-            self._planner, self._lock, self._hbm_tier, self._host, disk, self._counters
+            self._planner, self._lock, self._hbm_tier, self._host, self._disk, self._counters
         )
         self.hbm = HbmPages(self._hbm_tier, self._mover, self._lock)
 
@@ -123,7 +119,7 @@ class TieredStore:
 
     def _open_disk(
         self, layout: KVLayout, config: StoreConfig
-    ) -> tuple[Tier | None, list[StoredPage]]:
+    ) -> tuple[Tier, Iterable[StoredPage]]:
         assert config.disk is not None and config.disk_size is not None
         try:
             disk = DiskTier.open(
@@ -137,7 +133,16 @@ class TieredStore:
             self._host.close()
             self._hbm_tier.close()
             raise
-        return disk, [StoredPage(page.key, page.parent, page.slot) for page in disk.pages()]
+        return disk, (StoredPage(page.key, page.parent, page.slot) for page in disk.pages())
+
+    def _adopt(self, found: Iterable[StoredPage]) -> None:
+        """Take over what the directory holds already."""
+        try:
+            self._planner.adopt(DISK, found)
+        except BaseException:
+            for tier in self._tiers():
+                tier.close()
+            raise
 
     # -- questions ---------------------------------------------------------------------------------
 
@@ -187,10 +192,16 @@ class TieredStore:
             resident = {tier.name: tier.resident for tier in self._planner.index.tiers}
         return self._counters.snapshot(resident)
 
+    def capacity_pages(self) -> dict[str, int]:
+        """Pages that each tier holds when full."""
+        return {tier.name: tier.capacity_pages for tier in self._tiers()}
+
     def usage(self) -> dict[str, tuple[int, int]]:
         """(used bytes, capacity bytes) of each tier."""
-        tiers = [self._hbm_tier, self._host] + ([self._disk] if self._disk else [])
-        return {tier.name: (tier.used_bytes, tier.capacity_bytes) for tier in tiers}
+        return {tier.name: (tier.used_bytes, tier.capacity_bytes) for tier in self._tiers()}
+
+    def _tiers(self) -> list[Tier]:
+        return [self._hbm_tier, self._host] + ([self._disk] if self._disk else [])
 
     # -- the three verbs ---------------------------------------------------------------------------
 
@@ -429,7 +440,23 @@ class TieredStore:
                 self._planner.room.free(DISK, [freed])
 
 
-def _device(name: str) -> str:
+def resolve_device(name: str) -> str:
+    """A torch device by name, with "auto" decided.
+
+    Raises:
+        ConfigError: none of auto, cpu, cuda and cuda:N, or not on this machine.
+    """
+    has_cuda = torch.cuda.is_available()
     if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        return "cuda" if has_cuda else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device={name}: expected auto, cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device={name}: expected auto, cpu, cuda or cuda:N")
+    count = torch.cuda.device_count() if has_cuda else 0
+    if device.type == "cuda" and (device.index or 0) >= count:
+        found = f"cuda:0 to cuda:{count - 1}" if count else "cpu alone"
+        raise ConfigError(f"device={name}: not on this machine, which has {found}")
     return name

@@ -106,7 +106,7 @@ def test_a_prompt_longer_than_the_model_is_refused() -> None:
     [
         ({"model": "/no/such/model"}, "--model /no/such/model"),
         ({"dtype": "float3"}, "--dtype float3"),
-        ({"device": "gpu"}, "--device gpu"),
+        ({"device": "gpu"}, "device=gpu"),
     ],
 )
 def test_what_cannot_be_loaded_is_named(settings: dict[str, str], words: str) -> None:

@@ -34,6 +34,7 @@ SCHEMA = {
     "peak_bytes": int,
     "budget_bytes": int,
     "peak_measure": str,
+    "failed_writes": int,
     "why_miss": dict,
     "wall_s": float,
     "turns": list,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tiered_kv.keys import KeyChain
-from tiered_kv.plan import HBM
+from tiered_kv.plan import HBM, Gate
 from tiered_kv.planner import Planner
 from tiered_kv.replay.engines.rounds import PromptKeys, load_in_rounds, store_in_rounds
 from tiered_kv.replay.requests import TIERS, Outcome, Request, Workload
@@ -20,6 +20,7 @@ class DecidedEngine:
         capacity_pages: pages each tier holds, by name.
         policy: eviction policy.
         write_through: whether pages go to disk at once.
+        min_load_pages: a hit shorter than this is not loaded.
     """
 
     name = "decided"
@@ -31,7 +32,9 @@ class DecidedEngine:
         *,
         policy: str,
         write_through: bool,
+        min_load_pages: int = 0,
     ) -> None:
+        self._gate = Gate(min_load_pages)
         self._keys = prompt_keys
         self._hbm_pages = capacity_pages[HBM]
         self._planner = Planner(
@@ -55,7 +58,7 @@ class DecidedEngine:
         return len(self._planner.index.match(keys))
 
     def _get(self, keys: KeyChain) -> list[str]:
-        plan = self._planner.carry_out(self._planner.plan_get(keys))
+        plan = self._planner.carry_out(self._planner.plan_get(keys, gate=self._gate))
         self._planner.release(plan.pages)
         return list(plan.sources)
 

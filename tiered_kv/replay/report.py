@@ -95,7 +95,7 @@ class MemoryUse:
 
 @dataclass(frozen=True, slots=True)
 class ReplayReport:
-    """A whole replay. `store` is the store's `StoreStats`, from its opening on."""
+    """A whole replay; counters are the store's, from its opening on."""
 
     engine: str
     turns: Sequence[TurnRecord]
@@ -110,6 +110,7 @@ class ReplayReport:
     interrupted: bool = False
     pages_compared: int = 0
     pages_wrong: int = 0
+    failed_writes: int = 0
     decided_tokens: Mapping[str, int] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -182,6 +183,7 @@ class ReplayReport:
             "peak_bytes": self.memory.peak_bytes,
             "budget_bytes": self.memory.budget_bytes,
             "peak_measure": self.memory.measure,
+            "failed_writes": self.failed_writes,
             "why_miss": dict(self.why_miss),
             "wall_s": round(self.wall_s, 3),
             "turns": [turn.as_json() for turn in self.turns],

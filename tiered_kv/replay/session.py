@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tiered_kv.config import StoreConfig
-from tiered_kv.errors import ConfigError
 from tiered_kv.layout import KVLayout
 from tiered_kv.replay.clock import ComputeSpeed
 from tiered_kv.replay.conversations import ConversationWorkload, Shape, generate, recorded_turns
@@ -33,7 +32,7 @@ from tiered_kv.replay.settings import (
 )
 from tiered_kv.replay.tokenizer import ByteTokenizer, Tokenizer
 from tiered_kv.replay.traces import BlockWorkload, SpelledWorkload, read_trace
-from tiered_kv.store import TieredStore
+from tiered_kv.store import TieredStore, resolve_device
 
 if TYPE_CHECKING:
     from tiered_kv.replay.engines.models import LoadedModel
@@ -121,14 +120,15 @@ class _Replay:
             wall_s=done.wall_s,
             interrupted=done.interrupted,
             settings=self._settings_json(),
-            **self.extras(len(done.turns), found_pages),
+            failed_writes=stats.failed_writes,
+            **self.extras(len(done.turns), is_comparable=not found_pages + stats.failed_writes),
         )
 
     @property
     def planned(self) -> int:
         return min(len(self.workload), self.settings.limit or len(self.workload))
 
-    def extras(self, requests: int, found_pages: int) -> dict[str, Any]:
+    def extras(self, requests: int, *, is_comparable: bool) -> dict[str, Any]:
         return {}
 
     def _replay(self, engine: Engine, memory: _Memory, show: Show | None) -> Replayed:
@@ -158,7 +158,7 @@ class _Replay:
 class _TimedReplay(_Replay):
     def __init__(self, settings: ReplaySettings) -> None:
         super().__init__(settings)
-        _checked_device(settings.device)
+        resolve_device(settings.device)
         self.workload = _workload(settings, ByteTokenizer(), _TIMED_VOCABULARY, spell=False)
         page_bytes = int(settings.page_bytes or DEFAULT_PAGE_BYTES)
         self.layout = KVLayout.uniform(page_bytes, self.workload.page_tokens)
@@ -171,20 +171,21 @@ class _TimedReplay(_Replay):
     def engine(self, store: TieredStore) -> Engine:
         prefill = self.settings.prefill_tokens_per_s or DEFAULT_PREFILL_TOKENS_PER_S
         speed = ComputeSpeed(prefill, self.settings.decode_tokens_per_s)
-        self._capacity_pages = _capacity_pages(store)
+        self._capacity_pages = store.capacity_pages()
         self._engine = TimedEngine(store, self._prompt_keys, speed)
         return self._engine
 
-    def extras(self, requests: int, found_pages: int) -> dict[str, Any]:
-        """Pages compared, and hits without bytes: unless the disk held pages to begin with."""
+    def extras(self, requests: int, *, is_comparable: bool) -> dict[str, Any]:
+        """Pages compared, and hits without bytes: unless the disk held pages before, or failed."""
         assert self._engine is not None
         decided = None
-        if not found_pages:
+        if is_comparable:
             engine = DecidedEngine(
                 self._prompt_keys,
                 self._capacity_pages,
                 policy=self.settings.policy,
                 write_through=self.settings.write_policy == "through",
+                min_load_pages=-(-self.settings.min_load_tokens // self.layout.page_tokens),
             )
             decided = decided_tokens(engine, self.workload, requests)
         return {
@@ -202,7 +203,7 @@ class _HuggingFaceReplay(_Replay):
         self._loaded: LoadedModel = load_model(
             settings.model,
             dtype=settings.dtype,
-            device=_checked_device(settings.device),
+            device=resolve_device(settings.device),
             seed=settings.seed,
         )
         from tiered_kv.plugins.huggingface import layout_for, model_fingerprint
@@ -223,11 +224,6 @@ class _HuggingFaceReplay(_Replay):
         used = memory.most_bytes + INDEX_BYTES_A_PAGE * pages
         budget = budget_bytes(int(self.settings.hbm), int(self.settings.host), pages)
         return MemoryUse(used, budget, "store")
-
-
-def _capacity_pages(store: TieredStore) -> dict[str, int]:
-    tiers = (store._hbm_tier, store._host, store._disk)
-    return {tier.name: tier.capacity_pages for tier in tiers if tier is not None}
 
 
 def _workload(
@@ -267,26 +263,3 @@ def _shape(settings: ReplaySettings, vocabulary: int) -> Shape:
         vocabulary=vocabulary,
         seed=settings.seed,
     )
-
-
-def _checked_device(device: str) -> str:
-    """A device by name, "auto" resolved; ConfigError for one this machine does not have."""
-    import torch
-
-    has_cuda = torch.cuda.is_available()
-    if device == "auto":
-        return "cuda" if has_cuda else "cpu"
-    try:
-        kind = torch.device(device).type
-    except RuntimeError as error:
-        raise ConfigError(f"--device {device}: expected auto, cpu, cuda or cuda:N") from error
-    if kind not in ("cpu", "cuda"):
-        raise ConfigError(f"--device {device}: expected auto, cpu, cuda or cuda:N")
-    if kind == "cuda" and (not has_cuda or _device_number(device) >= torch.cuda.device_count()):
-        found = f"cuda:0 to cuda:{torch.cuda.device_count() - 1}" if has_cuda else "cpu alone"
-        raise ConfigError(f"--device {device}: not on this machine, which has {found}")
-    return device
-
-
-def _device_number(device: str) -> int:
-    return int(device.partition(":")[2] or 0)

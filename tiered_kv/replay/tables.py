@@ -124,6 +124,9 @@ def summary(report: ReplayReport) -> list[tuple[str, str]]:
     if report.pages_compared:
         compared = f"{report.pages_compared:,} byte for byte, {report.pages_wrong:,} wrong"
         rows.append(("pages compared", compared))
+    if report.failed_writes:
+        failed = f"{report.failed_writes:,} pages: the disk is full or broken; see the log"
+        rows.append(("writes to disk failed", failed))
     rows.append(("peak memory", _memory(report)))
     missed = ", ".join(f"{reason} {pages:,}" for reason, pages in report.why_miss.items() if pages)
     rows.append(("why pages missed", missed or "no page missed"))
