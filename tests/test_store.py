@@ -35,6 +35,7 @@ from tiered_kv import (
     PageState,
     StoreClosedError,
 )
+from tiered_kv.storage.base import CheckReport
 from tiered_kv.streams import Event, ThreadStream
 
 
@@ -319,6 +320,39 @@ def test_prefetch_brings_pages_to_host(open_store: Rig) -> None:
     assert store.prefetch(keys).wait(PATIENCE_S) == 4
     assert store.match(keys).host_pages == 4
     assert get_pages(store, keys) == ("host",) * 4
+
+
+class _SeenSet(set[Any]):
+    """A set that says when somebody has looked through it."""
+
+    def __init__(self, items: Any, seen: threading.Event) -> None:
+        super().__init__(items)
+        self.seen = seen
+
+    def __iter__(self) -> Iterator[Any]:
+        self.seen.set()
+        return super().__iter__()
+
+
+def test_check_waits_for_no_transfer_that_began_after_it(open_store: Rig) -> None:
+    """A busy store always has one in flight: a check that waits for a quiet moment never ends."""
+    store = open_store()
+    keys, first, second, seen = chain(store, 2), Event(), Event(), threading.Event()
+    store.put(keys[:1], fill_slots(store, keys[:1]), after=first)
+    store._mover.in_flight = _SeenSet(store._mover.in_flight, seen)
+    seen.clear()
+    reports: list[CheckReport] = []
+    checking = threading.Thread(target=lambda: reports.append(store.check()))
+    checking.start()
+    assert seen.wait(PATIENCE_S)
+    later = store.put(keys[1:], fill_slots(store, keys[1:]), after=second)
+    first.fire()
+    checking.join(PATIENCE_S)
+    assert not checking.is_alive()
+    assert reports[0].is_clean
+    assert not later.is_done
+    second.fire()
+    assert later.wait(PATIENCE_S) == 1
 
 
 # -- what is refused -------------------------------------------------------------------------------

@@ -285,3 +285,19 @@ def test_an_event_of_ours_is_waited_for_as_it_is() -> None:
 def test_anything_else_is_taken_for_an_event_of_the_device() -> None:
     device_event = object()
     assert caller_event(torch.device("cpu"), device_event) == ([], device_event)
+
+
+def test_callback_that_breaks_takes_nothing_from_the_others() -> None:
+    """What waits for an event hangs for ever if a callback before its own has raised."""
+    event, ran = Event(), []
+
+    def broken() -> None:
+        raise RuntimeError("mine")
+
+    event.on_fire(lambda: ran.append(1))
+    event.on_fire(broken)
+    event.on_fire(lambda: ran.append(2))
+    with pytest.raises(RuntimeError, match="mine"):
+        event.fire()
+    assert ran == [1, 2]
+    assert event.is_fired

@@ -405,9 +405,11 @@ class Index:
                 yield f"page {name} is arriving or pinned in {tier.name} with nothing in flight"
 
     def _faults_of_tier(self, tier: TierIndex) -> Iterator[str]:
-        slots = [tier.slot[page] for page in self if tier.state[page]] + list(tier.doomed.values())
-        if len(set(slots)) != len(slots):
-            yield f"two pages share a slot of {tier.name}"
+        slots = [tier.slot[page] for page in self if tier.is_resident(page)]
+        slots += tier.doomed.values()
+        coming = [tier.slot[page] for page in self if tier.state[page] == TierState.ARRIVING]
+        if len(set(slots)) != len(slots) or len(set(coming)) != len(coming):
+            yield f"two pages share a slot of {tier.name}"  # but for one that a page went back to
         resident = sum(tier.is_resident(page) for page in self)
         if resident != tier.resident:
             yield f"{tier.name} counts {tier.resident} resident pages, has {resident}"

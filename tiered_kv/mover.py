@@ -102,15 +102,18 @@ class Mover:
             self._reported_at = now
             _log.warning("%s", error)
 
+    def wait_present(self) -> bool:
+        """Block until the transfers now in flight have settled; whether there were any."""
+        with self.lock:
+            transfers = list(self.in_flight)
+        for transfer in transfers:
+            transfer.settled.wait()
+        return bool(transfers)
+
     def wait_idle(self) -> None:
         """Block until no transfer is in flight."""
-        while True:
-            with self.lock:
-                transfers = list(self.in_flight)
-            if not transfers:
-                return
-            for transfer in transfers:
-                transfer.settled.wait()
+        while self.wait_present():
+            pass
 
     def close(self) -> None:
         """Wait for all transfers, then end the streams."""

@@ -329,13 +329,13 @@ class TieredStore:
     def check(self, fix: bool = False) -> CheckReport:
         """Verify the index, and every page on disk against its checksum.
 
-        Waits for what is in flight, then reads the whole disk tier without holding the store's
+        Waits for what is in flight now, then reads the whole disk tier without holding the store's
         lock.
 
         Args:
             fix: drop the pages that are bad; the next match no longer counts them.
         """
-        self._mover.wait_idle()
+        self._mover.wait_present()
         with self._lock:
             self._check_open()
             report = CheckReport(len(self._planner.index), self._planner.index.check())

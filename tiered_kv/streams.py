@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -37,12 +37,16 @@ class Event:
         return self._fired.is_set()
 
     def fire(self) -> None:
-        """Release all who wait; run the callbacks here, in this thread. Twice is harmless."""
+        """Release all who wait; run the callbacks here, in this thread. Twice is harmless.
+
+        All of them run; what the last that broke has raised is raised here.
+        """
         with self._lock:
             self._fired.set()
             callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback()
+        with ExitStack() as stack:
+            for callback in reversed(callbacks):
+                stack.callback(callback)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until it fires; False if the time ran out first."""
