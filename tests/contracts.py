@@ -497,6 +497,7 @@ class PlainTree:
         self.arriving: set[int] = set()
         self.used_at: dict[int, int] = {}
         self.came_at: dict[int, int] = {}
+        self.favours: dict[int, int] = {}
         self.clock = 0
         self.policy: Policy | None = None
 
@@ -509,6 +510,14 @@ class PlainTree:
 
     def last_use(self, page: int) -> int:
         return self.used_at[page]
+
+    def favour(self, page: int) -> int:
+        return self.favours.get(page, 0)
+
+    def hint(self, page: int, favour: int) -> None:
+        assert self.policy is not None
+        self.favours[page] = favour
+        self.policy.rerank(page)
 
     def insert(self, page: int, parent: int = -1) -> None:
         """A page arrives and is used."""

@@ -38,7 +38,13 @@ def test_code_in_the_docs_runs(code: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error::DeprecationWarning:__main__", "-c", code],
         cwd=tmp_path,
-        env={"PYTHONPATH": str(ROOT), "PATH": "", "HF_HUB_OFFLINE": "1", "HOME": str(tmp_path)},
+        env={
+            "PYTHONPATH": str(ROOT),
+            "PATH": "",
+            "HF_HUB_OFFLINE": "1",
+            "HOME": str(tmp_path),
+            "TMPDIR": str(tmp_path),
+        },
         capture_output=True,
         text=True,
         timeout=120,

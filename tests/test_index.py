@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from plan_rig import PlannerRig, chain
 
 from tiered_kv import index as index_module
-from tiered_kv.index import Hints, Index, TierState
+from tiered_kv.index import Index, TierState
 from tiered_kv.keys import KeyChain
 from tiered_kv.plan import DISK, HBM, HOST
 
@@ -98,11 +98,11 @@ def test_adding_a_known_key_gives_the_same_page(index: Index) -> None:
 
 def test_a_page_number_is_used_again_without_its_past(index: Index) -> None:
     (page,) = arrive(index, HOST, "a")
-    index.hints[page] = Hints(priority=90)
+    index.hint([page], 90)
     index.evict(index.by_name[HOST], page)
     (again,) = arrive(index, HOST, "b")
     assert again == page
-    assert again not in index.hints
+    assert index.favour(again) == 0
     assert index.hits_of[again] == 1
 
 

@@ -435,3 +435,21 @@ def test_pages_that_came_too_late_are_counted_as_in_flight(open_store: Rig) -> N
     stats = store.stats()
     assert stats.missed_pages - before == 3
     assert stats.why_miss["in_flight"] == 3
+
+
+def test_hint_keeps_a_prompt_that_would_have_gone_first(open_store: Rig) -> None:
+    store = open_store(hbm=4, host=6)
+    kept, others = chain(store, 2, 1), [chain(store, 2, seed) for seed in (2, 3, 4)]
+    put_pages(store, kept)
+    for keys in others[:2]:
+        put_pages(store, keys)
+    assert store.hint(kept, 100) == 2
+    put_pages(store, others[2])
+    assert store.match(kept).disk_pages == 0
+    assert store.match(others[0]).disk_pages == 2
+
+
+def test_hint_outside_its_range_is_refused(open_store: Rig) -> None:
+    store = open_store()
+    with pytest.raises(ValueError, match="priority=101"):
+        store.hint(chain(store, 1), 101)

@@ -3,12 +3,12 @@
 ::
 
     TieredKVError
-    +- ConfigError(ValueError)    an unknown or impossible setting, or a store directory that is not
-    ours to open +- CapacityError              room cannot be made without evicting pinned pages +-
-    LayoutMismatchError        the page geometry differs from the store's +- CorruptPageError
-    a checksum or format that does not agree; carries key, tier and path +- TierIOError(OSError)
-    the medium failed; carries tier and errno +- StoreClosedError           the store was used after
-    close()
+    +- ConfigError(ValueError)   a setting unknown or impossible; a directory not ours to open
+    +- CapacityError             the system does not give the memory that was asked for
+    +- LayoutMismatchError       the page geometry differs from the store's
+    +- CorruptPageError          a checksum or format that does not agree; carries key, tier, path
+    +- TierIOError(OSError)      the medium failed; carries tier and errno
+    +- StoreClosedError          the store was used after close()
 
 A missing page is not an error: it is a value (`PageState.MISS`). A broken page is a miss plus a
 counter.
@@ -26,7 +26,7 @@ class ConfigError(TieredKVError, ValueError):
 
 
 class CapacityError(TieredKVError):
-    """Room cannot be made without evicting pages that are pinned."""
+    """The system does not give the memory that a tier was promised."""
 
 
 class LayoutMismatchError(TieredKVError):

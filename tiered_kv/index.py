@@ -15,7 +15,6 @@ import mmap
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 
 from tiered_kv.keys import PageKey
@@ -30,16 +29,6 @@ class TierState(IntEnum):
     ABSENT = 0
     ARRIVING = 1
     RESIDENT = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Hints:
-    """What a caller knows of a page's future; soft advice, never a pin."""
-
-    priority: int = 50
-    retention_s: float | None = None
-    next_use_eta_s: float | None = None
-    session: str = ""
 
 
 _FIRST_PAGES = 4096
@@ -108,6 +97,10 @@ class TierIndex:
         self.pins = _longer(self.pins, pages)
         self.children = _longer(self.children, pages)
 
+    def favour(self, page: int) -> int:
+        """Logical time that a caller's hint adds to the last use; negative for "give up early"."""
+        return self._index.favour(page)
+
     def is_resident(self, page: int) -> bool:
         """Whether the page's bytes are here and verified."""
         return self.state[page] == TierState.RESIDENT
@@ -161,7 +154,7 @@ class Index:
         self.children_of = _column("i")  # nodes that name this page as parent, wherever they are
         self.last_use_of = _column("q")
         self.hits_of = _column("I")
-        self.hints: dict[int, Hints] = {}
+        self._favours: dict[int, int] = {}  # page -> logical time its hint adds to its last use
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -229,6 +222,23 @@ class Index:
             for tier in self.tiers:
                 if tier.state[page]:
                     tier.policy.touch(page)
+
+    def hint(self, pages: Sequence[int], priority: int) -> None:
+        """A caller's advice on what to keep: 0 to 100, 50 for none.
+
+        100 counts as if the pages had been used one whole turnover of the index later than they
+        were, 0 as much earlier; so it fades as other pages are used, and is never a pin.
+        """
+        favour = (priority - 50) * len(self) // 50
+        for page in pages:
+            self._favours[page] = favour
+            for tier in self.tiers:
+                if tier.is_resident(page):
+                    tier.policy.rerank(page)
+
+    def favour(self, page: int) -> int:
+        """Logical time that a hint adds to a page's last use."""
+        return self._favours.get(page, 0)
 
     def pin(self, tier: TierIndex, page: int) -> None:
         """Keep a page in a tier until `unpin`."""
@@ -361,7 +371,7 @@ class Index:
             parent = self.parent_of[page]
             del self._ids[self.key(page)]
             self._keys[page] = None
-            self.hints.pop(page, None)
+            self._favours.pop(page, None)
             self._free_ids.append(page)
             if parent >= 0:
                 self.children_of[parent] -= 1

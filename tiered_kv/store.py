@@ -302,6 +302,28 @@ class TieredStore:
             Run(self._mover, transfer).start()
         return transfer
 
+    def hint(self, keys: Sequence[PageKey], priority: int) -> int:
+        """Advise which pages to keep when room is short; soft, and never a pin.
+
+        Args:
+            keys: pages from the first of a prompt on; those not stored are left out.
+            priority: 0 (give up first) to 100 (keep longest), 50 for none. It counts as if the
+                pages had been used up to one turnover of the store earlier or later: it fades.
+
+        Returns:
+            How many pages it was noted for. Policy "fifo" does not look at it.
+
+        Raises:
+            ValueError: a priority outside 0..100.
+        """
+        if not 0 <= priority <= 100:
+            raise ValueError(f"priority={priority}: give 0 to 100, 50 for none")
+        with self._lock:
+            self._check_open()
+            pages = self._planner.index.match(keys)
+            self._planner.index.hint(pages, priority)
+        return len(pages)
+
     # -- care --------------------------------------------------------------------------------------
 
     def flush(self) -> int:

@@ -37,6 +37,22 @@ class TestLru(PolicyContract):
         tree.insert(2)
         assert self.victims(tree, 3) == [1, 0, 2]
 
+    def test_a_hint_moves_a_page_up_or_down_and_can_be_taken_back(self, tree: PlainTree) -> None:
+        for page in (0, 1, 2, 3):
+            tree.insert(page)
+        tree.hint(0, 2)
+        tree.hint(3, -9)
+        assert self.victims(tree, 4) == [3, 1, 0, 2]
+        tree.hint(0, 0)
+        tree.hint(3, 0)
+        assert self.victims(tree, 4) == [0, 1, 2, 3]
+
+    def test_a_hint_on_a_parent_does_not_let_it_go_before_its_child(self, tree: PlainTree) -> None:
+        tree.path(0, 1)
+        tree.insert(2)
+        tree.hint(0, -9)
+        assert self.victims(tree, 3) == [1, 0, 2]
+
 
 def test_lru_is_found_by_its_name() -> None:
     assert isinstance(make("lru", PlainTree()), Lru)

@@ -27,6 +27,9 @@ class Tree(Protocol):
     def last_use(self, page: int) -> int:
         """A logical time: higher is later. Never reused."""
 
+    def favour(self, page: int) -> int:
+        """Logical time that a caller's hint adds to the last use; 0 without one."""
+
 
 class Policy(ABC):
     """Ranks the pages of one tier. Not locked: the index that owns it is."""
@@ -38,6 +41,10 @@ class Policy(ABC):
     @abstractmethod
     def touch(self, page: int) -> None:
         """A resident page was used; `Tree.last_use` already says when."""
+
+    @abstractmethod
+    def rerank(self, page: int) -> None:
+        """The hint of a resident page has changed."""
 
     @abstractmethod
     def remove(self, page: int) -> None:
@@ -69,7 +76,7 @@ class LeafFirst(Policy):
 
     @abstractmethod
     def rank(self, page: int) -> int:
-        """Lower gives way first; non-negative. May rise while a page stays, never fall."""
+        """Lower gives way first; non-negative. Falls only with a hint, which calls `rerank`."""
 
     def insert(self, page: int) -> None:
         if page >= len(self._resident):
@@ -89,6 +96,12 @@ class LeafFirst(Policy):
         if parent >= 0:
             self._enqueue(parent)
 
+    def rerank(self, page: int) -> None:
+        """Push it anew if it is a leaf: a rank that fell would surface too late."""
+        if self._still_a_leaf(page):
+            self._queued[page] = 1
+            heapq.heappush(self._heap, self.rank(page) << 32 | page)
+
     def _enqueue(self, page: int) -> None:
         if (
             page < len(self._resident)
@@ -103,6 +116,7 @@ class LeafFirst(Policy):
         chosen: list[int] = []
         taken: dict[int, int] = {}  # parent -> children chosen so far
         popped: list[int] = []
+        seen: set[int] = set()  # a page whose hint changed stands in the heap twice
         extra: list[int] = []  # parents that became leaves in this call; in no heap yet
         heap = self._heap
         while len(chosen) < n and (heap or extra):
@@ -118,8 +132,9 @@ class LeafFirst(Policy):
                     heapq.heappush(heap, fresh)
                     continue
                 popped.append(entry)
-            if protected(page):
+            if page in seen or protected(page):
                 continue
+            seen.add(page)
             chosen.append(page)
             self._offer_parent(page, taken, extra)
         for entry in popped:

@@ -10,7 +10,7 @@ from tiered_kv.policy.base import LeafFirst
 
 
 class Lru(LeafFirst):
-    """Ranks a page by its last use."""
+    """Ranks a page by its last use, and what a hint adds to it."""
 
     def rank(self, page: int) -> int:
-        return self._tree.last_use(page)
+        return max(0, self._tree.last_use(page) + self._tree.favour(page))
