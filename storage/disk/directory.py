@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
 import os
+import shutil
 import stat
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,7 @@ class StoreDirectory:
         path: the directory.
         fd: an open descriptor of it; names inside are opened relative to it, through no symlink.
         marker: geometry (grown, if more capacity was asked for), fingerprint, store id.
+        is_new: whether this opening makes the store.
         catalog_bytes_before: the catalog's size before this opening grew it.
     """
 
@@ -75,6 +78,8 @@ class StoreDirectory:
         """
         fresh = None if (path / MARKER).exists() else plan_geometry(page_bytes, capacity_bytes)
         self.path = path
+        self._was_made = not path.exists()
+        self.is_new = False
         self.fd = _open_directory(path)
         self._lock_fd = -1
         try:
@@ -87,7 +92,10 @@ class StoreDirectory:
             if MARKER in names:
                 _read_marker(self.fd, path)  # is it ours? before a lock file appears in it
             self._lock_fd = _lock(self.fd, path)
-            if MARKER in names:
+            self.is_new = MARKER not in os.listdir(self.fd)  # by now another may have made it
+            os.ftruncate(self._lock_fd, 0)
+            os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
+            if not self.is_new:
                 self.marker = self._reopen(page_bytes, capacity_bytes, fingerprint)
             else:
                 geometry = fresh or plan_geometry(page_bytes, capacity_bytes)
@@ -99,9 +107,9 @@ class StoreDirectory:
             _make_directory(SEGMENTS, self.fd, path)
             self.segments_fd = _open_inside(SEGMENTS, self.fd, path)
         except BaseException as error:
-            self._close_fds()
+            self.give_up()
             if isinstance(error, OSError):
-                raise ConfigError(f"{path} cannot be used as a disk store: {error}") from error
+                raise _unusable(path, error) from error
             raise
 
     def _reopen(self, page_bytes: int, capacity_bytes: int, fingerprint: str) -> Marker:
@@ -182,6 +190,23 @@ class StoreDirectory:
                     continue
         return total
 
+    def give_up(self) -> None:
+        """Close after an opening that failed; what it made of a new store is removed.
+
+        In a directory that was there before, the lock file stays: a process that has it open
+        already could lock it while a third one makes another.
+        """
+        if self.is_new:
+            for name in (SEGMENTS, CATALOG):
+                shutil.rmtree(self.path / name, ignore_errors=True)
+            for name in (MARKER + ".tmp", MARKER, *([LOCK] if self._was_made else [])):
+                with suppress(OSError):
+                    os.unlink(name, dir_fd=self.fd)
+        if self._was_made:
+            with suppress(OSError):  # not empty: another process was faster
+                self.path.rmdir()
+        self._close_fds()
+
     def close(self) -> None:
         """Release the lock. Twice is harmless."""
         self._close_fds()
@@ -201,7 +226,7 @@ def _open_directory(path: Path) -> int:
     except OSError as error:
         if path.is_symlink():
             raise ConfigError(f"{path} is a symlink: a disk store follows none") from error
-        raise ConfigError(f"{path} cannot be used as a disk store: {error.strerror}") from error
+        raise _unusable(path, error) from error
     owner = os.fstat(fd).st_uid
     if owner != os.geteuid() and os.geteuid() != 0:
         os.close(fd)
@@ -210,6 +235,19 @@ def _open_directory(path: Path) -> int:
         os.close(fd)
         raise ConfigError(f"{path} is not writable")
     return fd
+
+
+def no_space(path: Path) -> str:
+    """What to say when the device of a store is full."""
+    return (
+        f"no space left on the device of {path}: free some there, or put the store on another one"
+    )
+
+
+def _unusable(path: Path, error: OSError) -> ConfigError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ConfigError(no_space(path))
+    return ConfigError(f"{path} cannot be used as a disk store: {error.strerror or error}")
 
 
 def _open_inside(name: str, directory_fd: int, path: Path) -> int:
@@ -237,8 +275,6 @@ def _lock(directory_fd: int, path: Path) -> int:
         holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
         os.close(fd)
         raise ConfigError(f"{path} is in use by process {holder}: one store a directory") from error
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
     return fd
 
 
