@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 
-from tiered_kv.errors import TieredKVError
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.base import CheckReport
 from tiered_kv.storage.disk.catalog import Catalog, CatalogDamagedError
@@ -22,12 +22,26 @@ _BATCH_BYTES = 8 << 20
 
 
 @dataclass(slots=True)
+class DiskReport(CheckReport):
+    """What `DiskTier.check` found.
+
+    Attributes:
+        hanging_pages: sound pages with a page before them that is damaged or not stored. Not a
+            problem: nothing hits them until that page is computed and put again, then they do.
+    """
+
+    hanging_pages: int = 0
+
+
+@dataclass(slots=True)
 class Audit:
     """One pass over a store that nobody writes to meanwhile; readers may go on.
 
+    A page is reported once, for the first thing found wrong with it.
+
     Attributes:
-        bad_slots: pages that cannot be had or hang from nothing: to be dropped.
-        bare_segments: sealed segments with pages whose header is lost: to be written again.
+        bad_slots: pages that cannot be had: to be dropped.
+        bare_pages: pages whose header is lost, by segment: to be written again.
     """
 
     log: SegmentLog
@@ -35,9 +49,10 @@ class Audit:
     records: Records
     geometry: Geometry
     store_id: bytes
-    report: CheckReport = field(default_factory=CheckReport)
+    report: DiskReport = field(default_factory=DiskReport)
     bad_slots: set[int] = field(default_factory=set)
-    bare_segments: set[int] = field(default_factory=set)
+    bare_pages: dict[int, set[PageKey]] = field(default_factory=dict)
+    _reported: set[PageKey] = field(default_factory=set)
 
     def payloads(self, reader: PageReader) -> None:
         """Read and verify every stored page."""
@@ -45,14 +60,17 @@ class Audit:
         count = max(1, _BATCH_BYTES // stride)
         memory = aligned_buffer(count * stride)
         buffers = [memory[at * stride :][:page_bytes] for at in range(count)]
-        stored = sorted(self.records.stored(), key=lambda item: (item[1].segment, item[1].offset))
-        for start in range(0, len(stored), count):
-            batch = stored[start : start + count]
-            outcomes = reader.read([slot for slot, _ in batch], buffers[: len(batch)])
-            for (slot, _), outcome in zip(batch, outcomes, strict=True):
+        slots = self.records.by_place()
+        while batch := list(islice(slots, count)):
+            before = [self.records.record(slot) for slot in batch]
+            outcomes = reader.read(batch, buffers[: len(batch)])
+            for slot, record, outcome in zip(batch, before, outcomes, strict=True):
+                if record is None or self.records.record(slot) != record:
+                    continue  # freed meanwhile
                 self.report.pages += 1
                 if outcome is not None:
-                    self._condemn(slot, str(outcome))
+                    self.bad_slots.add(slot)
+                    self._report(record.key, str(outcome))
 
     def headers(self) -> None:
         """Every record must be described by its extent's header, or a rebuild would not find it."""
@@ -66,24 +84,25 @@ class Audit:
                     described.update(extent.records)
             for slot, record in live:
                 if record not in described and slot not in self.bad_slots:
-                    self.bare_segments.add(segment)
+                    self.bare_pages.setdefault(segment, set()).add(record.key)
                     path = self.files.path(segment)
-                    self.report.problems.append(
-                        f"page {record.key.hex()[:8]}: no header in {path} names it"
-                    )
+                    name = record.key.hex()[:8]
+                    self._report(record.key, f"page {name}: no header in {path} names it")
 
-    def orphans(self) -> None:
-        """A page whose parent is missing, or an orphan itself, can never be part of a hit."""
-        present: set[PageKey] = set()
-        for slot, record in self.records.stored():  # parents were written before their children
-            if slot in self.bad_slots:
-                continue
-            if record.parent is None or record.parent in present:
-                present.add(record.key)
-            else:
-                self._condemn(
-                    slot, f"page {record.key.hex()[:8]}: its parent is not stored (orphan)"
-                )
+    def hanging(self) -> None:
+        """Count the pages that hang from one that is damaged or not stored, however far above."""
+        sound = {p.key: p.parent for p in self.records.pages() if p.slot not in self.bad_slots}
+        hangs: dict[PageKey, bool] = {}
+        for key in sound:
+            path: list[PageKey] = []
+            at: PageKey | None = key
+            while at is not None and at in sound and at not in hangs:
+                hangs[at] = False  # until known
+                path.append(at)
+                at = sound[at]
+            is_hanging = at is not None and hangs.get(at, True)
+            hangs.update(dict.fromkeys(path, is_hanging))
+        self.report.hanging_pages = sum(hangs.values())
 
     def counters(self, slots_used: int) -> None:
         """What was counted on the way must be what the table holds."""
@@ -99,37 +118,47 @@ class Audit:
 
     def catalog(self, catalog: Catalog) -> None:
         """Every stored page must be found through the catalog, at the place we know."""
-        newest = {record.key: record for _, record in self.records.stored()}
+        slots = {page.key: page.slot for page in self.records.pages()}  # the newest of a key
         try:
-            listed = {record.key: (record, generation) for record, generation in catalog.records()}
+            for record, generation in catalog.records():
+                slot = slots.pop(record.key, None)
+                if slot is None:
+                    name = record.key.hex()[:8]
+                    self._report(record.key, f"page {name}: only the catalog knows it")
+                elif (record, generation) != self._place(slot):
+                    self._report_unlisted(record.key)
         except CatalogDamagedError as error:
             self.report.problems.append(str(error))
             return
-        for key, record in newest.items():
-            expected = (record, self.log.generations[record.segment])
-            if listed.pop(key, None) != expected:
-                self.report.problems.append(
-                    f"page {key.hex()[:8]}: the catalog does not say where it is"
-                )
-        self.report.problems += [
-            f"page {key.hex()[:8]}: only the catalog knows it" for key in listed
-        ]
+        for key in slots:
+            self._report_unlisted(key)
+
+    def _place(self, slot: int) -> tuple[Record | None, int]:
+        record = self.records.record(slot)
+        return record, -1 if record is None else self.log.generations[record.segment]
 
     def fix(self, compact: Callable[[int], None], commit: Callable[[], None]) -> None:
-        """Drop bad pages, write pages without a header again, and commit.
+        """Drop bad pages, write pages without a header again, and commit; count what that mends.
+
+        Pages that hang from what is dropped are sound and stay.
 
         Raises:
             TierIOError, OSError: the medium failed; what was found stays reported.
         """
-        problems = len(self.report.problems)
-        self.records.forget(self.bad_slots, LOST)
-        commit()
-        if self.bare_segments:
+        if self.bad_slots:
+            self.records.forget(self.bad_slots, LOST)
+            commit()
+            self.report.fixed += len(self.bad_slots)
+        if self.bare_pages:
             self.log.seal()
-        for segment in sorted(self.bare_segments):
+        for segment in sorted(self.bare_pages):
             compact(segment)
-        self.report.fixed = problems
+            self.report.fixed += len(self.bare_pages[segment])
 
-    def _condemn(self, slot: int, problem: str | TieredKVError) -> None:
-        self.bad_slots.add(slot)
-        self.report.problems.append(str(problem))
+    def _report_unlisted(self, key: PageKey) -> None:
+        self._report(key, f"page {key.hex()[:8]}: the catalog does not say where it is")
+
+    def _report(self, key: PageKey, problem: str) -> None:
+        if key not in self._reported:
+            self._reported.add(key)
+            self.report.problems.append(problem)

@@ -11,7 +11,13 @@ import numpy as np
 
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.base import PageBuffer
-from tiered_kv.storage.disk.catalog import Catalog, CatalogDamagedError, check_catalog_files
+from tiered_kv.storage.disk.catalog import (
+    HAS_PARENT,
+    Catalog,
+    CatalogDamagedError,
+    check_catalog_files,
+)
+from tiered_kv.storage.disk.columns import Column, Columns, Gathering
 from tiered_kv.storage.disk.direct_io import BLOCK_BYTES, aligned_buffer
 from tiered_kv.storage.disk.directory import StoreDirectory
 from tiered_kv.storage.disk.extent import (
@@ -35,13 +41,13 @@ class Recovered:
     """What an opened store holds.
 
     Attributes:
-        records: oldest first; no more than the store's capacity.
+        records: in any order, in columns with room for the store's capacity.
         epoch: of this opening, already committed.
         was_rebuilt: the catalog could not be used and was made anew.
     """
 
     catalog: Catalog
-    records: list[Record]
+    records: Columns
     generations: dict[int, int]
     epoch: int
     was_rebuilt: bool
@@ -83,21 +89,35 @@ def _load(catalog: Catalog, directory: StoreDirectory, existing: set[int]) -> Re
     if owner != marker.store_id or not epoch:
         raise CatalogDamagedError("the disk catalog is not this store's")
     generations = catalog.generations()
-    kept: list[Record] = []
+    limit = min(catalog.entries, marker.geometry.capacity_pages)
+    gathering = Gathering(limit, marker.geometry.capacity_pages, marker.geometry.page_bytes)
     stale: list[tuple[PageKey, int]] = []
-    for record, generation in catalog.records():
-        is_known = record.segment in existing and generations.get(record.segment) == generation
-        if is_known and is_possible(record, marker.geometry):
-            kept.append(record)
-        else:
-            stale.append((record.key, record.sequence))
+    for keys, entries in catalog.batches():
+        is_kept = _is_current(entries, existing, generations) & _are_possible(
+            entries, marker.geometry
+        )
+        if not is_kept.all():
+            lost = np.flatnonzero(~is_kept).tolist()
+            stale += [(keys[at], int(entries["sequence"][at])) for at in lost]
+            keys = [keys[at] for at in np.flatnonzero(is_kept).tolist()]
+            entries = entries[is_kept]
+        if len(gathering) + len(keys) > limit:
+            raise CatalogDamagedError("the disk catalog names more pages than fit")
+        gathering.add(keys, entries, (entries["flags"] & HAS_PARENT) != 0)
     if stale:
         _log.warning("%s: %d catalog entries name no place that exists", directory.path, len(stale))
-    if len(kept) > marker.geometry.capacity_pages:
-        raise CatalogDamagedError(f"the disk catalog names {len(kept)} pages, more than fit")
     catalog.commit(deleted=stale, generations={}, identity=(marker.store_id, epoch + 1))
-    kept.sort(key=lambda record: record.sequence)
-    return Recovered(catalog, kept, generations, epoch + 1, was_rebuilt=False)
+    return Recovered(catalog, gathering.complete(), generations, epoch + 1, was_rebuilt=False)
+
+
+def _is_current(entries: Column, existing: set[int], generations: dict[int, int]) -> Column:
+    """Which entries name a segment that exists, as it was filled last."""
+    segments, which = np.unique(entries["segment"], return_inverse=True)
+    current = [generations.get(s, -1) if s in existing else -1 for s in segments.tolist()]
+    is_known = np.array([generation >= 0 for generation in current], np.bool_)
+    wanted = np.array([max(0, generation) for generation in current], np.uint64)
+    is_current: Column = is_known[which] & (wanted[which] == entries["generation"])
+    return is_current
 
 
 def _from_segments(
@@ -126,7 +146,8 @@ def _from_segments(
         raise
     if existing:
         _log.warning("%s: catalog rebuilt with %d pages", directory.path, len(kept))
-    return Recovered(catalog, kept, generations, epoch, was_rebuilt=bool(existing))
+    records = Columns.of(kept, marker.geometry.capacity_pages, marker.geometry.page_bytes)
+    return Recovered(catalog, records, generations, epoch, was_rebuilt=bool(existing))
 
 
 def is_possible(record: Record, geometry: Geometry) -> bool:
@@ -137,6 +158,19 @@ def is_possible(record: Record, geometry: Geometry) -> bool:
         and record.offset % BLOCK_BYTES == 0
         and BLOCK_BYTES <= record.offset <= geometry.segment_bytes - geometry.stride_bytes
     )
+
+
+def _are_possible(entries: Column, geometry: Geometry) -> Column:
+    """`is_possible`, of many entries at once."""
+    offset = entries["offset"]
+    possible: Column = (
+        (entries["codec"] == CODEC_RAW)
+        & (entries["stored_bytes"] == geometry.page_bytes)
+        & (offset % BLOCK_BYTES == 0)
+        & (offset >= BLOCK_BYTES)
+        & (offset <= geometry.segment_bytes - geometry.stride_bytes)
+    )
+    return possible
 
 
 def scan(
@@ -222,11 +256,15 @@ def keep_within(records: list[Record], limit: int) -> list[Record]:
     """
     if len(records) <= limit:
         return records
-    latest = {record.key: record.sequence for record in records}
-    for record in reversed(records):  # children come after their parents
-        if record.parent in latest:
-            latest[record.parent] = max(latest[record.parent], latest[record.key])
-    ranked = sorted(records, key=lambda record: (-latest[record.key], record.sequence))
+    parents = {record.key: record.parent for record in records}
+    rank: dict[PageKey, tuple[int, int]] = {}  # newest page below, steps up from it
+    for record in sorted(records, key=lambda record: -record.sequence):
+        key: PageKey | None = record.key
+        steps = 0
+        while key is not None and key in parents and key not in rank:
+            rank[key] = (-record.sequence, -steps)
+            key, steps = parents[key], steps + 1
+    ranked = sorted(records, key=lambda record: rank[record.key])
     return sorted(ranked[:limit], key=lambda record: record.sequence)
 
 
@@ -240,11 +278,17 @@ def leave_one_empty(records: list[Record], segments: int) -> list[Record]:
     if len(held) < segments:
         return records
     emptiest = min(held, key=lambda segment: held[segment])
-    dropped: set[PageKey | None] = set()
-    kept: list[Record] = []
-    for record in records:  # oldest first: a parent comes before its children
-        if record.segment == emptiest or record.parent in dropped:
-            dropped.add(record.key)
-        else:
-            kept.append(record)
-    return kept
+    falls = {record.key: record.segment == emptiest for record in records}
+    parents = {record.key: record.parent for record in records}
+    settled: set[PageKey] = set()
+    for record in records:  # a page written again is newer than what hangs from it
+        path: list[PageKey] = []
+        key: PageKey | None = record.key
+        while key is not None and key in falls and key not in settled:
+            settled.add(key)
+            path.append(key)
+            key = parents[key]
+        falling = key is not None and falls.get(key, False)
+        for below in reversed(path):
+            falling = falls[below] = falls[below] or falling
+    return [record for record in records if not falls[record.key]]

@@ -10,18 +10,21 @@ from pathlib import Path
 
 from tiered_kv.errors import StoreClosedError, TieredKVError, TierIOError
 from tiered_kv.keys import KEY_BYTES
-from tiered_kv.storage.base import CheckReport, Page, PageBuffer, SlotPool, Tier
-from tiered_kv.storage.disk.audit import Audit
+from tiered_kv.storage.base import Page, PageBuffer, SlotPool, Tier
+from tiered_kv.storage.disk.audit import Audit, DiskReport
 from tiered_kv.storage.disk.compaction import Compaction
 from tiered_kv.storage.disk.direct_io import probe_direct
-from tiered_kv.storage.disk.directory import StoreDirectory
+from tiered_kv.storage.disk.directory import StoreDirectory, no_space
 from tiered_kv.storage.disk.extent import Record
+from tiered_kv.storage.disk.geometry import Geometry
 from tiered_kv.storage.disk.log import SegmentLog
 from tiered_kv.storage.disk.reader import PageReader
 from tiered_kv.storage.disk.records import Records, StoredPage
 from tiered_kv.storage.disk.recovery import Recovered, recover
 from tiered_kv.storage.disk.segment import SegmentFiles
 
+_CHUNK_SLOTS = 4096
+_SMALL_PAGE_BYTES = 16 << 10
 _log = logging.getLogger(__name__)
 
 
@@ -52,7 +55,7 @@ class DiskTier(Tier):
         """Open a store directory or make one; blocks, reads no payload unless the catalog is gone.
 
         Args:
-            path: the directory; made with mode 0700 if missing. Nothing else may live in it.
+            path: the directory; made with mode 0700 if missing. Nothing else should live in it.
             page_bytes: bytes of a page; any number, a multiple of 4096 is fastest.
             capacity_bytes: bound on all the directory takes on disk, as `du` counts it. May grow
                 from one opening to the next, not shrink.
@@ -70,14 +73,19 @@ class DiskTier(Tier):
             files = SegmentFiles(directory, probe_direct(directory.fd))
             recovered = recover(directory, files)
             directory.update_marker()
+            if directory.is_new and page_bytes < _SMALL_PAGE_BYTES:
+                _warn_of_small_pages(directory.marker.geometry)
             return cls(directory, files, recovered, io_threads)
         except OSError as error:
-            directory.close()
+            directory.give_up()
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            if is_full and (directory.is_new or not isinstance(error, TieredKVError)):
+                raise TierIOError(no_space(Path(path)), tier="disk", errno=error.errno) from error
             if isinstance(error, TieredKVError):
                 raise
             raise _failure(f"opening the disk store at {path}", error) from error
         except BaseException:
-            directory.close()
+            directory.give_up()
             raise
 
     def __init__(
@@ -91,10 +99,9 @@ class DiskTier(Tier):
         self._files = files
         self._catalog = recovered.catalog
         self._slots = SlotPool(geometry.capacity_pages)
-        self._records = Records(geometry.capacity_pages, geometry.segments)
-        slots = self._slots.reserve(len(recovered.records))
-        assert slots is not None, "recovery keeps no more pages than fit"
-        self._records.load(recovered.records)
+        for left in range(len(recovered.records), 0, -_CHUNK_SLOTS):  # a list of all is 40 B a page
+            assert self._slots.reserve(min(left, _CHUNK_SLOTS)), "recovery keeps what fits"
+        self._records = Records(recovered.records, geometry.segments)
         self.recovered_pages = len(recovered.records)
         self.was_rebuilt = recovered.was_rebuilt
         store_id = directory.marker.store_id
@@ -158,10 +165,13 @@ class DiskTier(Tier):
         return self.bytes_written / user if user else 1.0
 
     def pages(self) -> Iterator[StoredPage]:
-        """Every stored page, oldest first: a parent before its children. A snapshot, no I/O."""
+        """Every page stored now, in the order they were written; no I/O.
+
+        A parent mostly comes before its children, but not one that was found damaged and written
+        again. Pages freed before their turn are left out. Iterating keeps 4 bytes a page.
+        """
         self._require_open()
-        for slot, record in self._records.stored():
-            yield StoredPage(record.key, record.parent, slot, record.sequence)
+        yield from self._records.pages()
 
     def reserve(self, n: int) -> list[int] | None:
         self._require_open()
@@ -240,11 +250,12 @@ class DiskTier(Tier):
             self._validate_buffer(buffer)
         return self._reader.read(slots, into)
 
-    def check(self, fix: bool = False) -> CheckReport:
+    def check(self, fix: bool = False) -> DiskReport:
         """Verify every page, header and counter; reads the whole store. Only writers wait.
 
-        With `fix`, pages that cannot be had or whose parent is missing are dropped: their slots
-        stay reserved and read as `CorruptPageError` until they are freed.
+        With `fix`, pages that cannot be had are dropped: their slots stay reserved and read as
+        `CorruptPageError` until they are freed. What hangs from them stays. Pages whose header is
+        lost are written again; what else is wrong is only reported.
         """
         with self._write_lock:
             self._require_open()
@@ -253,7 +264,7 @@ class DiskTier(Tier):
             audit = Audit(self._log, self._files, self._records, self._geometry, store_id)
             audit.payloads(self._reader)
             audit.headers()
-            audit.orphans()
+            audit.hanging()
             with self._slots_lock:
                 audit.counters(self._slots.used)
             audit.catalog(self._catalog)
@@ -262,7 +273,7 @@ class DiskTier(Tier):
                 audit.report.problems.append(
                     f"{usage} bytes on disk of {self.capacity_bytes} allowed"
                 )
-            if fix and audit.report.problems:
+            if fix:
                 try:
                     audit.fix(self._compaction.compact, self._commit)
                 except OSError as error:
@@ -306,6 +317,17 @@ class DiskTier(Tier):
     def _require_open(self) -> None:
         if self._is_closed:
             raise StoreClosedError("the disk tier is closed")
+
+
+def _warn_of_small_pages(geometry: Geometry) -> None:
+    share = geometry.capacity_pages * geometry.page_bytes / geometry.capacity_bytes
+    _log.warning(
+        "pages of %d bytes fill only %.0f %% of the disk store's %d bytes, the rest is headers, "
+        "padding and catalog: give a page more tokens, to make it 16 KiB or more",
+        geometry.page_bytes,
+        100 * share,
+        geometry.capacity_bytes,
+    )
 
 
 def _failure(doing: str, error: OSError) -> TierIOError:

@@ -7,10 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tiered_kv.cli import main
 from tiered_kv.cli.progress import Progress
+from tiered_kv.keys import PageKey
+from tiered_kv.storage.base import Page
+from tiered_kv.storage.disk import DiskTier
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--page-bytes", "4KiB", "--hbm", "64KiB", "--host", "160KiB", "--page-tokens", "16"]
@@ -92,6 +96,34 @@ def test_a_flipped_byte_is_found_fixed_and_never_served(
     assert json.loads(capsys.readouterr().out)["fixed"] >= 1
     assert main(["check", str(disk)]) == 0
     assert replay("--disk", str(disk), *DISK_SIZE) == 0
+
+
+def test_a_damaged_root_is_one_problem_and_its_descendants_stay(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One bad page was reported, and dropped, together with all that hangs from it."""
+    tier = DiskTier.open(tmp_path / "kv", 16384, 4 << 20, "layout")
+    keys = [PageKey(bytes([number]) * 32) for number in range(1, 7)]
+    pages = [
+        Page(key, parent, np.zeros(16384, np.uint8))
+        for key, parent in zip(keys, [None, *keys], strict=False)
+    ]
+    slots = tier.reserve(6)
+    assert slots is not None
+    tier.write(slots, pages)
+    tier.close()
+    with (tmp_path / "kv" / "segments" / "00000.seg").open("r+b") as file:
+        file.seek(4096 + 100)
+        file.write(b"x")
+    assert main(["check", str(tmp_path / "kv")]) == 1
+    assert "5 pages hang from pages that are damaged" in capsys.readouterr().err
+    assert main(["check", str(tmp_path / "kv"), "--fix", "--json"]) == 0
+    out, error = capsys.readouterr()
+    fixed = json.loads(out)
+    assert (len(fixed["problems"]), fixed["fixed"], fixed["hanging_pages"]) == (1, 1, 5)
+    assert "1 problems, 1 fixed" in error
+    assert main(["check", str(tmp_path / "kv"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["pages"] == 5
 
 
 @pytest.mark.parametrize("command", ["check", "stats"])

@@ -131,11 +131,11 @@ def test_buffered_fallback_works_and_says_so_once(
 
     monkeypatch.setattr(os, "open", refuse_direct)
     with caplog.at_level(logging.WARNING):
-        tier = open_tier(path, page_bytes=5000)
+        tier = open_tier(path, page_bytes=20_000)
     assert not tier.direct_io
     assert [r for r in caplog.records if "O_DIRECT" in r.message] == caplog.records
     assert len(caplog.records) == 1
-    pages = [page(number, 5000) for number in range(40)]
+    pages = [page(number, 20_000) for number in range(40)]
     slots = put(tier, pages)
     assert_holds(tier, slots, pages)
     assert tier.check().is_clean
@@ -197,7 +197,7 @@ def test_reopened_tier_lists_its_pages_oldest_first(path: Path) -> None:
     listed = list(again.pages())
     assert [p.key for p in listed] == [p.key for p in pages]
     assert [p.parent for p in listed] == [p.parent for p in pages]
-    assert [p.slot for p in listed] == list(range(20))
+    assert sorted(p.slot for p in listed) == list(range(20))
     assert again.recovered_pages == 20
     assert not again.was_rebuilt
     assert again.used_bytes == 20 * PAGE_BYTES
@@ -284,31 +284,26 @@ def test_flipped_bit_spoils_only_its_own_page(tier: DiskTier, path: Path) -> Non
     assert outcomes == [None] * 11
 
 
-def test_check_reports_and_fix_drops_a_bad_page_with_what_hangs_from_it(
-    tier: DiskTier, path: Path
-) -> None:
-    pages = chain(range(6))
-    slots = put(tier, pages)
-    flip(tier, slots[3], path)
-    report = tier.check()
-    assert (report.pages, len(report.problems), report.is_clean) == (6, 3, False)
-    assert tier.check(fix=True).is_clean
-    assert tier.check().problems == []
-    assert [p.slot for p in tier.pages()] == slots[:3]
-    assert isinstance(tier.read([slots[3]], buffers(1))[0], CorruptPageError)
-    tier.free(slots[3:])
-    assert_holds(tier, slots[:3], pages[:3])
-    assert_holds(tier, put(tier, pages[3:]), pages[3:])
+def test_pages_freed_while_they_are_listed_are_left_out(tier: DiskTier) -> None:
+    slots = put(tier, chain(range(5)))
+    listed = tier.pages()
+    tier.free(slots[3:4])
+    first = next(listed)
+    put(tier, [page(99)])
+    assert [first.slot, *(found.slot for found in listed)] == [0, 1, 2, 4]
 
 
-def test_fix_writes_pages_with_a_lost_header_again(tier: DiskTier, path: Path) -> None:
-    pages = chain(range(4))
-    slots = put(tier, pages)
-    flip(tier, slots[0], path, at=300 - 4096)
-    assert len(tier.check().problems) == 4
-    assert tier.check(fix=True).is_clean
-    assert tier.check().problems == []
-    assert_holds(tier, slots, pages)
+def test_reopened_keys_and_parents_are_the_same_bytes(path: Path) -> None:
+    """A key kept twice costs 80 bytes a page."""
+    tier = open_tier(path)
+    put(tier, [*chain(range(10)), page(50, parent=key_of(49))])
+    tier.close()
+    again = open_tier(path)
+    listed = list(again.pages())
+    keys = {found.key: found.key for found in listed}
+    assert [found.parent is keys[key_of(n)] for n, found in enumerate(listed[1:10])] == [True] * 9
+    assert (listed[0].parent, listed[10].parent) == (None, key_of(49))
+    again.close()
 
 
 def test_failed_read_spoils_only_the_pages_it_cannot_have(

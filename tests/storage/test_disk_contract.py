@@ -33,6 +33,7 @@ class TestDiskTier(TierContract):
 
     def _place(self, tier: DiskTier, slot: int) -> tuple[str, int]:
         record = tier._records.record(slot)
+        assert record is not None
         return tier._files.path(record.segment), record.offset
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -11,13 +12,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import lmdb
 import numpy as np
 import pytest
 
-from tiered_kv.errors import ConfigError, LayoutMismatchError
+from tiered_kv.errors import ConfigError, LayoutMismatchError, TierIOError
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.base import Page
 from tiered_kv.storage.disk import DiskTier
+from tiered_kv.storage.disk.catalog import Catalog
 from tiered_kv.storage.disk.geometry import minimum_capacity_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -202,6 +205,104 @@ def test_creation_that_was_killed_is_taken_up_again(tmp_path: Path) -> None:
     (store / "format.json.tmp").write_text("{")
     filled(store)
     assert not (store / "format.json.tmp").exists()
+
+
+@pytest.mark.parametrize("call", ["open", "pwrite", "write", "fsync", "mkdir", "catalog"])
+@pytest.mark.parametrize("was_there", [False, True], ids=["new", "empty"])
+def test_creation_on_a_full_device_says_so_and_leaves_nothing_in_the_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, was_there: bool
+) -> None:
+    """It ended with a raw "[Errno 28]" and a directory with a lock file in it."""
+    path = tmp_path / "store"
+    if was_there:
+        path.mkdir()
+    owner, name = (lmdb, "open") if call == "catalog" else (os, call)
+    real = getattr(owner, name)
+
+    def full(*args: Any, **kwargs: Any) -> Any:
+        if owner is lmdb:
+            raise lmdb.Error(f"{args[0]}: No space left on device")
+        if call == "open" and kwargs.get("dir_fd") is None:
+            return real(*args, **kwargs)  # of what is there: takes no space
+        if call == "mkdir" and kwargs.get("dir_fd") is None:
+            return real(*args, **kwargs)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, full)
+        with pytest.raises((ConfigError, TierIOError)) as caught:
+            open_tier(path)
+    assert f"no space left on the device of {path}" in str(caught.value)
+    assert "Errno" not in str(caught.value) and "\n" not in str(caught.value)
+    assert path.exists() == was_there
+    if was_there:
+        assert {left.name for left in path.iterdir()} <= {"tiered-kv.lock"}
+    again = open_tier(path, fingerprint="layout-b", capacity_bytes=CAPACITY_BYTES // 2)
+    again.close()
+
+
+def test_full_device_does_not_cost_a_store_that_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled(tmp_path / "store")
+
+    def full(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(ConfigError, match="no space left"):
+            open_tier(tmp_path / "store")
+        patch.undo()
+        patch.setattr(Catalog, "commit", full)
+        with pytest.raises(TierIOError, match="no space left"):
+            open_tier(tmp_path / "store")
+    again = open_tier(tmp_path / "store")
+    assert again.recovered_pages == 5
+    again.close()
+
+
+def test_loser_of_a_race_to_make_a_store_touches_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both find no directory; the second gets to its lock when the first has it."""
+    path = tmp_path / "store"
+    real_mkdir = Path.mkdir
+    first: list[DiskTier] = []
+
+    def mkdir(self: Path, *args: Any, **kwargs: Any) -> None:
+        monkeypatch.setattr(Path, "mkdir", real_mkdir)
+        first.append(open_tier(path))
+        real_mkdir(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    with pytest.raises(ConfigError, match="in use"):
+        open_tier(path)
+    slots = first[0].reserve(1)
+    assert slots is not None
+    first[0].write(slots, [Page(PageKey(bytes(32)), None, np.zeros(PAGE_BYTES, np.uint8))])
+    assert first[0].check().is_clean
+    first[0].close()
+    open_tier(path).close()
+
+
+def test_files_of_others_beside_the_store_are_left_alone(tmp_path: Path) -> None:
+    filled(tmp_path / "store")
+    (tmp_path / "store" / "notes.txt").write_text("mine")
+    again = open_tier(tmp_path / "store")
+    assert again.recovered_pages == 5
+    again.close()
+    assert (tmp_path / "store" / "notes.txt").read_text() == "mine"
+
+
+def test_small_pages_are_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a store with pages of 4 KiB little more than a third is pages."""
+    for _ in range(2):
+        open_tier(tmp_path / "small", page_bytes=4096, capacity_bytes=64 << 20).close()
+    open_tier(tmp_path / "large", page_bytes=16384).close()
+    warned = [record.getMessage() for record in caplog.records if "pages of" in record.message]
+    assert len(warned) == 1
+    assert "4096 bytes fill only 35 %" in warned[0]
 
 
 def test_cut_and_grown_segments_are_put_back_to_length(tmp_path: Path) -> None:

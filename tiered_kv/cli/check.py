@@ -21,7 +21,7 @@ class CheckOptions(Options):
     """Verify every page of a store on disk. Exit code 0: clean, 1: problems, 2: not possible."""
 
     directory: CliPositionalArg[Path] = Field(description="the directory that --disk named")
-    fix: bool = Field(False, description="drop what is wrong, so that it becomes a miss")
+    fix: bool = Field(False, description="drop damaged pages, so that they become misses")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -31,6 +31,12 @@ def run(arguments: Sequence[str]) -> int:
         report = tier.check(fix=options.fix)
     for problem in report.problems:
         print(problem, file=sys.stderr)
+    if report.hanging_pages:
+        print(
+            f"{report.hanging_pages:,} pages hang from pages that are damaged or not here; they "
+            "hit again once those are computed (opening the store frees them if those are gone)",
+            file=sys.stderr,
+        )
     fixed = f", {report.fixed:,} fixed" if options.fix else ""
     print(
         f"{options.directory}: {report.pages:,} pages checked, "
@@ -44,6 +50,7 @@ def run(arguments: Sequence[str]) -> int:
             "pages": report.pages,
             "problems": report.problems,
             "fixed": report.fixed,
+            "hanging_pages": report.hanging_pages,
             "is_clean": report.is_clean,
         }
         print(json.dumps(found))
