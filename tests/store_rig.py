@@ -4,6 +4,7 @@ streams that wait.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from tiered_kv.streams import Event, Stream
 PAGE_BYTES = 4096
 PAGE_TOKENS = 4
 LAYOUT = KVLayout.uniform(PAGE_BYTES, PAGE_TOKENS)
+MEMORY_FOLDER = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # fsync costs nothing there
 PATIENCE_S = 30.0  # a test that waits so long has found a hang
 
 Content = np.ndarray[Any, np.dtype[np.uint8]]

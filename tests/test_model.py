@@ -4,7 +4,6 @@ miss.
 
 from __future__ import annotations
 
-import os
 import tempfile
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,6 +19,7 @@ from hypothesis.stateful import (
 )
 from store_rig import (
     LAYOUT,
+    MEMORY_FOLDER,
     PAGE_BYTES,
     PAGE_TOKENS,
     PATIENCE_S,
@@ -35,7 +35,6 @@ from store_rig import (
 from tiered_kv import KeyChain, StoreConfig, Transfer
 from tiered_kv.keys import PageKey
 
-MEMORY_FOLDER = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # fsync costs nothing there
 HBM_PAGES, HOST_PAGES = 10, 8
 LARGE_DISK, SMALL_DISK = "2MiB", "700KiB"  # 108 and 10 pages
 

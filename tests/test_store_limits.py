@@ -7,12 +7,14 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from store_rig import (
+    MEMORY_FOLDER,
     PAGE_BYTES,
     PATIENCE_S,
     Rig,
@@ -40,6 +42,15 @@ def open_store(tmp_path: Path) -> Iterator[Rig]:
     rig.let_all_go()
     for store in rig.opened:
         store.close()
+
+
+@pytest.fixture
+def in_memory() -> Iterator[Rig]:
+    with tempfile.TemporaryDirectory(dir=MEMORY_FOLDER) as folder:
+        rig = Rig(Path(folder))
+        yield rig
+        for store in rig.opened:
+            store.close()
 
 
 def child(code: str, *arguments: object) -> subprocess.Popen[str]:
@@ -141,16 +152,16 @@ def test_threads_never_see_another_pages_bytes(
 # -- leaks and bounds ------------------------------------------------------------------------------
 
 
-def test_thousands_of_turns_leave_nothing_behind(open_store: Rig) -> None:
+def test_thousands_of_turns_leave_nothing_behind(in_memory: Rig) -> None:
     """Memory that grows a little with every request (row 37)."""
-    store = open_store(hbm=8, host=6, disk="700KiB")
+    store = in_memory(hbm=8, host=6, disk="700KiB")
     sizes = []
-    for turn in range(1600):
+    for turn in range(2400):
         keys = chain(store, 3, 1 + turn % 40)
         arrived = len(get_pages(store, keys))
         if arrived < 3:
             put_pages(store, keys[arrived:])
-        if turn in (600, 1599):
+        if turn in (600, 2399):
             settle(store)
             gc.collect()
             sizes.append(_sizes(store))
