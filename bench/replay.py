@@ -39,13 +39,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings: dict[str, Any] = tomllib.loads(DEMO.read_text())
     if options.smoke:
         settings |= _SMOKE
+    turns: list[TurnRecord] = []
     for _ in range(options.repeats):
         with tempfile.TemporaryDirectory(dir=options.dir) as folder:
             report = run_replay(ReplaySettings.model_validate({**settings, "disk": folder}))
         if not report.is_passed:
             print("outputs differ from recomputing: no figure is worth anything", file=sys.stderr)
             return 1
-        measure(log, report.turns, 0 if options.smoke else _LONG_TOKENS)
+        turns += report.turns
+    measure(log, turns, 0 if options.smoke else _LONG_TOKENS)
     for made in log.measured:
         case = " ".join(f"{key}={value}" for key, value in made.params.items())
         print(f"{made.metric:18} {made.p50:10,.4g} {made.unit:6} {case}")
