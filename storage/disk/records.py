@@ -168,19 +168,19 @@ class Records:
             return [(slot, rows.record(slot)) for slot in ordered]
 
     def pages(self) -> Iterator[StoredPage]:
-        """Every readable slot when asked for the first, oldest first; without those emptied since.
+        """Every readable slot, oldest first; without those emptied before their turn.
 
-        Keeps 4 bytes a page until it ends.
+        What is written after the first was asked for does not come. Keeps 4 bytes a page.
         """
         with self._changed:
-            slots = self._stored_slots()
-            order = slots[np.argsort(self._rows.sequence[slots], kind="stable")]
-            upto = int(self._rows.sequence[order[-1]]) if len(order) else -1
-        del slots
-        for start in range(0, len(order), _CHUNK_SLOTS):
-            yield from self._stored_pages(order[start : start + _CHUNK_SLOTS].tolist(), upto)
+            count = len(self._rows)
+            newest = int(self._rows.sequence[:count].max(initial=0))
+            order = column(count, "i4")
+            order[:] = np.argsort(self._rows.sequence[:count])
+        for start in range(0, count, _CHUNK_SLOTS):
+            yield from self._stored_pages(order[start : start + _CHUNK_SLOTS].tolist(), newest)
 
-    def _stored_pages(self, slots: Iterable[int], upto: int) -> list[StoredPage]:
+    def _stored_pages(self, slots: Iterable[int], newest: int) -> list[StoredPage]:
         with self._changed:
             rows = self._rows
             found = [
@@ -188,7 +188,7 @@ class Records:
                 for slot in slots
                 if self._state[slot] == STORED
             ]
-        return [page for page in found if page.sequence <= upto]  # not what was written since
+        return [page for page in found if page.sequence <= newest]
 
     def by_place(self) -> Iterator[int]:
         """Every readable slot, in the order in which their pages lie on the medium."""
