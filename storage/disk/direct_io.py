@@ -101,6 +101,8 @@ def probe_direct(directory_fd: int) -> bool:
         finally:
             os.close(fd)
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True  # a full device says nothing against O_DIRECT; who writes will hear of it
         _log.warning(
             "O_DIRECT does not work here (%s): the disk tier reads and writes through the page "
             "cache, which it empties after each run; expect double memory traffic",

@@ -29,6 +29,7 @@ CATALOG = "catalog"
 _READING = "reading"
 _UNFINISHED = frozenset({LOCK, MARKER + ".tmp"})  # what a creation that was killed can leave
 _MAX_MARKER_BYTES = 1 << 16
+_SMALL_FILE_BYTES = 32 << 10
 _log = logging.getLogger(__name__)
 
 
@@ -189,6 +190,12 @@ class StoreDirectory:
                 except FileNotFoundError:
                     continue
         return total
+
+    @property
+    def has_space(self) -> bool:
+        """Whether the device has a block left for a small file: LMDB calls a full one broken."""
+        device = os.statvfs(self.fd)
+        return device.f_bavail * device.f_frsize >= _SMALL_FILE_BYTES
 
     def give_up(self) -> None:
         """Close after an opening that failed; what it made of a new store is removed.

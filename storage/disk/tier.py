@@ -77,10 +77,10 @@ class DiskTier(Tier):
                 _warn_of_small_pages(directory.marker.geometry)
             return cls(directory, files, recovered, io_threads)
         except OSError as error:
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT) or not directory.has_space
             directory.give_up()
-            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             if is_full and (directory.is_new or not isinstance(error, TieredKVError)):
-                raise TierIOError(no_space(Path(path)), tier="disk", errno=error.errno) from error
+                raise TierIOError(no_space(Path(path)), tier="disk", errno=errno.ENOSPC) from error
             if isinstance(error, TieredKVError):
                 raise
             raise _failure(f"opening the disk store at {path}", error) from error

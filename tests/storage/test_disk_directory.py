@@ -21,6 +21,7 @@ from tiered_kv.keys import PageKey
 from tiered_kv.storage.base import Page
 from tiered_kv.storage.disk import DiskTier
 from tiered_kv.storage.disk.catalog import Catalog
+from tiered_kv.storage.disk.directory import StoreDirectory
 from tiered_kv.storage.disk.geometry import minimum_capacity_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -239,6 +240,24 @@ def test_creation_on_a_full_device_says_so_and_leaves_nothing_in_the_way(
         assert {left.name for left in path.iterdir()} <= {"tiered-kv.lock"}
     again = open_tier(path, fingerprint="layout-b", capacity_bytes=CAPACITY_BYTES // 2)
     again.close()
+
+
+def test_catalog_that_breaks_off_on_a_full_device_is_not_called_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LMDB makes an I/O error of a write that a full device cuts short."""
+
+    def cut_short(*args: Any, **kwargs: Any) -> None:
+        raise TierIOError("mdb_txn_commit: Input/output error", tier="disk", errno=errno.EIO)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Catalog, "commit", cut_short)
+        with pytest.raises(TierIOError, match="Input/output"):
+            open_tier(tmp_path / "store")
+        patch.setattr(StoreDirectory, "has_space", False)
+        with pytest.raises(TierIOError, match="no space left"):
+            open_tier(tmp_path / "store")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_full_device_does_not_cost_a_store_that_was_there(
