@@ -7,6 +7,7 @@ the index's business (`tiered_kv.index`); the tier is told slots and does as it 
 from __future__ import annotations
 
 import heapq
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -186,3 +187,35 @@ class SlotPool:
     def is_taken(self, slot: int) -> bool:
         """Whether a slot is reserved."""
         return 0 <= slot < self.capacity and bool(self._taken[slot])
+
+
+class PooledTier(Tier):
+    """A tier whose every slot is a fixed place of equal size.
+
+    Args:
+        page_bytes: bytes of a page.
+        slots: how many there are.
+        slot_bytes: memory that one slot takes.
+    """
+
+    def __init__(self, page_bytes: int, slots: int, slot_bytes: int) -> None:
+        self.page_bytes = page_bytes
+        self._slots = SlotPool(slots)
+        self._slot_bytes = slot_bytes
+        self._lock = threading.Lock()
+
+    @property
+    def capacity_pages(self) -> int:
+        return self._slots.capacity
+
+    @property
+    def used_bytes(self) -> int:
+        return self._slots.used * self._slot_bytes
+
+    def reserve(self, n: int) -> list[int] | None:
+        with self._lock:
+            return self._slots.reserve(n)
+
+    def free(self, slots: Sequence[int]) -> None:
+        with self._lock:
+            self._slots.free(slots)

@@ -6,7 +6,6 @@ bytes]``. On a machine without CUDA the pool is host memory, and everything else
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -19,8 +18,7 @@ from tiered_kv.storage.base import (
     CheckReport,
     Page,
     PageBuffer,
-    SlotPool,
-    Tier,
+    PooledTier,
     check_batch,
 )
 from tiered_kv.storage.slab import Slab
@@ -28,7 +26,7 @@ from tiered_kv.storage.slab import Slab
 _STEP_BYTES = 64 << 10  # of one page: below that, per-call cost outweighs an earlier layer on a CPU
 
 
-class HbmTier(Tier):
+class HbmTier(PooledTier):
     """Pages in GPU memory (host memory with device "cpu").
 
     Args:
@@ -43,17 +41,16 @@ class HbmTier(Tier):
     name = "hbm"
 
     def __init__(self, layout: KVLayout, capacity_bytes: int, device: str = "cpu") -> None:
-        self.page_bytes = layout.page_bytes
-        pages = capacity_bytes // self.page_bytes
+        page_bytes = layout.page_bytes
+        pages = capacity_bytes // page_bytes
         if pages < 1:
             raise ConfigError(
-                f"hbm={capacity_bytes}: smaller than one page of {self.page_bytes} bytes; "
-                f"give at least {self.page_bytes}"
+                f"hbm={capacity_bytes}: smaller than one page of {page_bytes} bytes; "
+                f"give at least {page_bytes}"
             )
+        super().__init__(page_bytes, pages, page_bytes)
         self.device = torch.device(device)
         self._capacity_bytes = capacity_bytes
-        self._slots = SlotPool(pages)
-        self._lock = threading.Lock()
         self._slab: Slab | None = None
         pool = self._allocate(pages * self.page_bytes)
         self.runs = _cut_into_runs(pool, layout.layer_page_bytes, pages)
@@ -80,24 +77,8 @@ class HbmTier(Tier):
         return steps
 
     @property
-    def capacity_pages(self) -> int:
-        return self._slots.capacity
-
-    @property
     def capacity_bytes(self) -> int:
         return self._capacity_bytes
-
-    @property
-    def used_bytes(self) -> int:
-        return self._slots.used * self.page_bytes
-
-    def reserve(self, n: int) -> list[int] | None:
-        with self._lock:
-            return self._slots.reserve(n)
-
-    def free(self, slots: Sequence[int]) -> None:
-        with self._lock:
-            self._slots.free(slots)
 
     def write(self, slots: Sequence[int], pages: Sequence[Page]) -> None:
         """Scatter host pages into slots; returns when the bytes are there."""

@@ -6,7 +6,6 @@ reads land in it directly and a copy to the GPU is one piece a layer.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 
 from tiered_kv.errors import ConfigError, TieredKVError
@@ -14,8 +13,7 @@ from tiered_kv.storage.base import (
     CheckReport,
     Page,
     PageBuffer,
-    SlotPool,
-    Tier,
+    PooledTier,
     check_batch,
 )
 from tiered_kv.storage.slab import Slab, align_up
@@ -23,7 +21,7 @@ from tiered_kv.storage.slab import Slab, align_up
 _STAGING_BYTES = 8 << 20
 
 
-class HostTier(Tier):
+class HostTier(PooledTier):
     """Pages in host memory.
 
     Args:
@@ -47,7 +45,6 @@ class HostTier(Tier):
         pin: bool = False,
         with_staging: bool = False,
     ) -> None:
-        self.page_bytes = page_bytes
         self._stride = align_up(page_bytes)
         slots = capacity_bytes // self._stride
         wanted = max(1, min(_STAGING_BYTES // self._stride, slots // 16))
@@ -58,8 +55,7 @@ class HostTier(Tier):
                 f"{self._stride} bytes; give at least {(1 + self.staging_pages) * self._stride}"
             )
         self._capacity_bytes = capacity_bytes
-        self._slots = SlotPool(slots - self.staging_pages)
-        self._lock = threading.Lock()
+        super().__init__(page_bytes, slots - self.staging_pages, self._stride)
         self._slab = Slab(slots * self._stride, pin=pin, slot_bytes=self._stride)
         self._views = self._slab.array.reshape(slots, self._stride)[:, :page_bytes]
 
@@ -69,16 +65,8 @@ class HostTier(Tier):
         return self._slab.is_pinned
 
     @property
-    def capacity_pages(self) -> int:
-        return self._slots.capacity
-
-    @property
     def capacity_bytes(self) -> int:
         return self._capacity_bytes
-
-    @property
-    def used_bytes(self) -> int:
-        return self._slots.used * self._stride
 
     def view(self, slot: int) -> PageBuffer:
         """The memory of a slot, zero-copy, for as long as the slot is reserved or pinned."""
@@ -89,14 +77,6 @@ class HostTier(Tier):
         """The memory of staging slot i < staging_pages; the caller sees that one uses it."""
         view: PageBuffer = self._views[self._slots.capacity + i]
         return view
-
-    def reserve(self, n: int) -> list[int] | None:
-        with self._lock:
-            return self._slots.reserve(n)
-
-    def free(self, slots: Sequence[int]) -> None:
-        with self._lock:
-            self._slots.free(slots)
 
     def write(self, slots: Sequence[int], pages: Sequence[Page]) -> None:
         check_batch(slots, [page.data for page in pages], self.page_bytes)

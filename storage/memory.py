@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 
 from tiered_kv.errors import CorruptPageError, TieredKVError
@@ -10,38 +9,23 @@ from tiered_kv.storage.base import (
     CheckReport,
     Page,
     PageBuffer,
-    SlotPool,
-    Tier,
+    PooledTier,
     check_batch,
 )
 
 
-class MemoryTier(Tier):
+class MemoryTier(PooledTier):
     """Pages as bytes objects in a dict. Simple enough to be assumed right."""
 
     name = "memory"
 
     def __init__(self, page_bytes: int, capacity_pages: int) -> None:
-        self.page_bytes = page_bytes
-        self._slots = SlotPool(capacity_pages)
-        self._lock = threading.Lock()
+        super().__init__(page_bytes, capacity_pages, page_bytes)
         self._pages: dict[int, bytes] = {}
-
-    @property
-    def capacity_pages(self) -> int:
-        return self._slots.capacity
 
     @property
     def capacity_bytes(self) -> int:
         return self._slots.capacity * self.page_bytes
-
-    @property
-    def used_bytes(self) -> int:
-        return self._slots.used * self.page_bytes
-
-    def reserve(self, n: int) -> list[int] | None:
-        with self._lock:
-            return self._slots.reserve(n)
 
     def free(self, slots: Sequence[int]) -> None:
         with self._lock:
