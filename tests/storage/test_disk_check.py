@@ -2,85 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
+from disk_rig import PAGE_BYTES, assert_holds, buffers, chain, flip, key_of, open_tier, put
 
 from tiered_kv.config import StoreConfig
 from tiered_kv.errors import CorruptPageError
-from tiered_kv.keys import KeyChain, PageKey
+from tiered_kv.keys import KeyChain
 from tiered_kv.layout import KVLayout
-from tiered_kv.storage.base import Page, PageBuffer
+from tiered_kv.storage.base import Page
 from tiered_kv.storage.disk import DiskTier
-from tiered_kv.storage.disk.direct_io import aligned_buffer
 from tiered_kv.storage.disk.extent import Record
 from tiered_kv.storage.disk.recovery import keep_within, leave_one_empty
 from tiered_kv.store import TieredStore
-
-PAGE_BYTES = 16384
-CAPACITY_BYTES = 4 << 20
-FINGERPRINT = "layout-a"
-
-
-def key_of(number: int) -> PageKey:
-    return PageKey(hashlib.sha256(number.to_bytes(8, "little")).digest())
-
-
-def page(number: int, page_bytes: int = PAGE_BYTES, parent: PageKey | None = None) -> Page:
-    data = np.random.default_rng(number).integers(0, 256, page_bytes, dtype=np.uint8)
-    return Page(key_of(number), parent, data)
-
-
-def chain(numbers: range) -> list[Page]:
-    parents = [None, *(key_of(number) for number in numbers)]
-    return [page(number, parent=parents[at]) for at, number in enumerate(numbers)]
-
-
-def open_tier(path: Path, **changes: Any) -> DiskTier:
-    settings: dict[str, Any] = {
-        "page_bytes": PAGE_BYTES,
-        "capacity_bytes": CAPACITY_BYTES,
-        "fingerprint": FINGERPRINT,
-    }
-    return DiskTier.open(path, **(settings | changes))
-
-
-def put(tier: DiskTier, pages: list[Page]) -> list[int]:
-    slots = tier.reserve(len(pages))
-    assert slots is not None
-    tier.write(slots, pages)
-    return slots
-
-
-def buffers(count: int, page_bytes: int = PAGE_BYTES) -> list[PageBuffer]:
-    stride = -(-page_bytes // 4096) * 4096
-    memory = aligned_buffer(max(1, count) * stride)
-    return [memory[at * stride :][:page_bytes] for at in range(count)]
-
-
-def assert_holds(tier: DiskTier, slots: list[int], pages: list[Page]) -> None:
-    into = buffers(len(slots), tier.page_bytes)
-    assert tier.read(slots, into) == [None] * len(slots)
-    for got, wanted in zip(into, pages, strict=True):
-        assert np.array_equal(got, wanted.data)
-
-
-def record_of(tier: DiskTier, slot: int) -> Any:
-    return tier._records.record(slot)
-
-
-def flip(tier: DiskTier, slot: int, path: Path, at: int = 100) -> None:
-    record = record_of(tier, slot)
-    with open(path / "segments" / f"{record.segment:05d}.seg", "r+b") as file:
-        file.seek(record.offset + at)
-        byte = file.read(1)
-        file.seek(record.offset + at)
-        file.write(bytes([byte[0] ^ 1]))
 
 
 @pytest.fixture
