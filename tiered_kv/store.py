@@ -259,9 +259,9 @@ class TieredStore:
     def put(self, keys: KeyChain, pages: Sequence[int], *, after: Any = None) -> Transfer:
         """Give the store pages that stand in HBM; returns at once.
 
-        The slots belong to the store from now on. `wait` on the transfer says how many leading pages
-        have reached host; with write policy "through" a page that disk has room for must have
-        reached disk too. A page that finds no room is not stored; that is no error.
+        The slots belong to the store from now on. `wait` on the transfer says how many leading
+        pages have reached host; with write policy "through" a page that disk has room for must
+        have reached disk too. A page that finds no room is not stored; that is no error.
 
         Args:
             keys: their keys, consecutive; `keys.parent` must be stored, or None.
