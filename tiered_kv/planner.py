@@ -14,7 +14,7 @@ from typing import NamedTuple
 from tiered_kv.index import Index, TierState
 from tiered_kv.keys import KeyChain, PageKey
 from tiered_kv.plan import DISK, HBM, HOST, LOAD_ALL, TIERS, Draft, Gate, Move, Plan
-from tiered_kv.room import Grant, Room, Slots
+from tiered_kv.room import Grant, Room, Slots, move_of
 
 
 class StoredPage(NamedTuple):
@@ -75,10 +75,7 @@ class Planner:
                 the pages: each stays pinned in HBM until `release`.
         """
         draft = Draft()
-        pages = self._hit(keys, gate, draft)
-        sources = [self.source_of(page) for page in pages]
-        self._pin_sources(pages, sources, draft)
-        self.index.touch(pages)
+        pages, sources = self._hit(keys, gate, draft)
         slots = self._hbm_slots(pages, sources, into, draft)
         if len(slots) < len(pages):
             draft.miss("no_room", len(pages) - len(slots))
@@ -104,10 +101,7 @@ class Planner:
     def plan_prefetch(self, keys: Sequence[PageKey], *, gate: Gate = LOAD_ALL) -> Plan:
         """Bring the pages of the longest present prefix that are on disk alone up to host."""
         draft = Draft()
-        pages = self._hit(keys, gate, draft)
-        sources = [self.source_of(page) for page in pages]
-        self._pin_sources(pages, sources, draft)
-        self.index.touch(pages)
+        pages, sources = self._hit(keys, gate, draft)
         load, _ = self._loads(pages, sources, draft)
         return Plan(
             pages=tuple(pages),
@@ -118,14 +112,23 @@ class Planner:
             misses=tuple(draft.misses.items()),
         )
 
-    def _hit(self, keys: Sequence[PageKey], gate: Gate, draft: Draft) -> list[int]:
+    def _hit(
+        self, keys: Sequence[PageKey], gate: Gate, draft: Draft
+    ) -> tuple[list[int], list[str]]:
+        """The pages worth loading and their fastest tiers; pinned there first of all, and used."""
         pages = self.index.match(keys)
         if len(set(pages)) < len(pages):
             raise ValueError("a key is named twice: keys must be those of consecutive pages")
         self._count_misses(keys[len(pages) :], draft)
-        count, reason = gate.cut([self.source_of(page) for page in pages])
+        sources = [self.source_of(page) for page in pages]
+        count, reason = gate.cut(sources)
         draft.miss(reason, len(pages) - count)
-        return pages[:count]
+        pages, sources = pages[:count], sources[:count]
+        for page, source in zip(pages, sources, strict=True):
+            self.index.pin(self.index.by_name[source], page)
+            draft.pins.append((source, page))
+        self.index.touch(pages)
+        return pages, sources
 
     def _count_misses(self, keys: Sequence[PageKey], draft: Draft) -> None:
         for depth, key in enumerate(keys):
@@ -133,11 +136,6 @@ class Planner:
             present = page >= 0 and self.index.is_present(page)
             reason = "no_parent" if depth and present else self.index.why_missing(key)
             draft.miss(reason, 1)
-
-    def _pin_sources(self, pages: list[int], sources: list[str], draft: Draft) -> None:
-        for page, source in zip(pages, sources, strict=True):
-            self.index.pin(self.index.by_name[source], page)
-            draft.pins.append((source, page))
 
     def _hbm_slots(
         self, pages: list[int], sources: list[str], into: Sequence[int] | None, draft: Draft
@@ -196,18 +194,7 @@ class Planner:
         return self._move(page, HOST if grant else source, HBM, slot)
 
     def _move(self, page: int, source: str, target: str, slot: int, after: int = -1) -> Move:
-        tier = self.index.by_name[source]
-        return Move(
-            page,
-            self.index.key(page),
-            self.index.parent_key(page),
-            source,
-            tier.slot[page],
-            target,
-            slot,
-            waits=not tier.is_resident(page),
-            after=after,
-        )
+        return move_of(self.index, page, source, target, slot, after=after)
 
     def _lease(self, pages: list[int], slots: list[int]) -> None:
         assert self._hbm is not None
@@ -239,10 +226,7 @@ class Planner:
         self.index.touch(pages)
         store = self._stores(pages, slots, draft)
         write = self._writes([move.page for move in store], draft) if self._write_through else []
-        not_stored = sum(
-            not self._host.state[page] and not (self._disk and self._disk.state[page])
-            for page in pages
-        )
+        not_stored = sum(not self.is_below_hbm(page) for page in pages)
         self.index.forget(reversed(pages))
         return Plan(
             pages=tuple(pages),

@@ -33,6 +33,32 @@ class Grant(NamedTuple):
     after: int = -1
 
 
+def move_of(
+    index: Index,
+    page: int,
+    source: str,
+    target: str,
+    slot: int,
+    *,
+    after: int = -1,
+    leaves: bool = False,
+) -> Move:
+    """The move of a page from where a tier has it, or awaits it, to a slot of another."""
+    tier = index.by_name[source]
+    return Move(
+        page,
+        index.key(page),
+        index.parent_key(page),
+        source,
+        tier.slot[page],
+        target,
+        slot,
+        waits=not tier.is_resident(page),
+        after=after,
+        leaves=leaves,
+    )
+
+
 class Room:
     """The slots of every tier, and the way to get more of them."""
 
@@ -66,7 +92,7 @@ class Room:
         """Up to n HBM slots. What leaves is dropped: it has a copy below or found no room there."""
         slots = self.reserve_free(tier.name, n)
         victims = self._index.victims(tier, n - len(slots))
-        return slots + [self._retake(tier, page) for page in victims]
+        return slots + [self._index.evict(tier, page) for page in victims]
 
     def exactly(self, name: str, n: int) -> list[int] | None:
         """Exactly n slots of HBM or disk, or None and nothing changed. What leaves is dropped."""
@@ -97,7 +123,7 @@ class Room:
         keep = [below] if below >= 0 and host.state[below] else []
         with self.held(host, keep):
             victims = self._index.victims(host, n - len(grants))
-        return grants + [Grant(self._retake(host, page)) for page in victims]
+        return grants + [Grant(self._index.evict(host, page)) for page in victims]
 
     @contextmanager
     def held(self, tier: TierIndex, pages: Sequence[int]) -> Iterator[None]:
@@ -108,24 +134,19 @@ class Room:
         for page in pages:
             self._index.unpin(tier, page)
 
-    def _retake(self, tier: TierIndex, page: int) -> int:
-        """Evict a page and keep its slot for another."""
-        return self._index.evict(tier, page)
-
     def _demote(self, host: TierIndex, n: int, draft: Draft) -> list[Grant]:
         """Give up to n host pages that live on on disk, as many as disk can take."""
-        index, disk = self._index, self._index.by_name[DISK]
+        index = self._index
         victims = self._demotable(host, n)
         while (slots := self._slots_for(victims)) is None:
             victims = victims[: len(victims) // 2]
         leaving = set(victims)
         for page, slot in slots.items():
-            draft.demote.append(self._write(page, slot, leaves=page in leaving))
-            index.begin(disk, page, slot)
-            if page not in leaving:
-                index.pin(host, page)
-                draft.pins.append((HOST, page))
-        return [Grant(self._retake(host, page), page if page in slots else -1) for page in victims]
+            if page in leaving:
+                draft.demote.append(self._begin_write(page, slot, leaves=True))
+            else:
+                draft.demote.append(self.write(page, slot, draft))
+        return [Grant(index.evict(host, page), page if page in slots else -1) for page in victims]
 
     def _demotable(self, host: TierIndex, n: int) -> list[int]:
         """Up to n pages that host would give up if they live on on disk, and that can."""
@@ -183,24 +204,14 @@ class Room:
             slots = self.exactly(DISK, len(order))
         return None if slots is None else dict(zip(order, slots, strict=True))
 
-    def _write(self, page: int, slot: int, *, leaves: bool) -> Move:
-        index, host = self._index, self._index.by_name[HOST]
-        return Move(
-            page,
-            index.key(page),
-            index.parent_key(page),
-            HOST,
-            host.slot[page],
-            DISK,
-            slot,
-            waits=not host.is_resident(page),
-            leaves=leaves,
-        )
+    def _begin_write(self, page: int, slot: int, *, leaves: bool) -> Move:
+        move = move_of(self._index, page, HOST, DISK, slot, leaves=leaves)
+        self._index.begin(self._index.by_name[DISK], page, slot)
+        return move
 
     def write(self, page: int, slot: int, draft: Draft) -> Move:
         """A copy of a host page to disk, which stays on host; pins it there until the plan ends."""
-        move = self._write(page, slot, leaves=False)
-        self._index.begin(self._index.by_name[DISK], page, slot)
+        move = self._begin_write(page, slot, leaves=False)
         self._index.pin(self._index.by_name[HOST], page)
         draft.pins.append((HOST, page))
         return move
