@@ -69,7 +69,6 @@ class Run:
         self._arrival: dict[Place, Event] = {}  # of the pages this run brings somewhere
         self._known: dict[Place, Event] = {}  # and of those it waits for
         self._joined: set[int] = set()  # pages that others bring
-        self._fill_batches = 0
         self._unknown = 0  # fill batches whose sources may still fail
         self._layer_left: list[int] = []
         self._layer_marks: list[list[Any]] = []
@@ -314,10 +313,10 @@ class Run:
         staging = mover.host.staging_pages
         passes = [staged[at : at + staging] for at in range(0, len(staged), staging or 1)]
         layers = len(mover.hbm.layers)
-        self._unknown = self._fill_batches = len(groups) + len(passes)
-        self._layer_left = [self._fill_batches] * layers
+        self._unknown = len(groups) + len(passes)
+        self._layer_left = [self._unknown] * layers
         self._layer_marks = [[] for _ in range(layers)]
-        if not self._fill_batches:
+        if not self._unknown:
             self.transfer.sources_known()
         return [
             _job(mover.fill_stream, batch, self._fill, self._ready) for batch in groups.values()
