@@ -26,9 +26,6 @@ class Compaction:
     Compaction fills it with what is live in the emptiest segment, commits, and that one becomes the
     empty one. It always gains a page's place, because the tier never holds more than
     `Geometry.capacity_pages`.
-
-    Attributes:
-        dropped_pages: records found damaged while they were to be copied, and given up.
     """
 
     def __init__(
@@ -47,7 +44,6 @@ class Compaction:
         self._page_bytes = geometry.page_bytes
         self._commit = commit
         self._buffer: PageBuffer | None = None
-        self.dropped_pages = 0
 
     def make_room(self) -> None:
         """Block until the log has a place for a page, compacting as often as that takes.
@@ -145,7 +141,6 @@ class Compaction:
             place[:] = 0  # it will not agree with its checksum and is dropped
 
     def _drop(self, slot: int, record: Record) -> None:
-        self.dropped_pages += 1
         self._records.forget([slot], LOST)
         _log.warning(
             "page %s in %s at %d does not agree with its checksum and is dropped",

@@ -120,12 +120,6 @@ class Records:
             self._unsaved.moved[:0] = taken.moved
             self._unsaved.deleted[:0] = taken.deleted
 
-    @property
-    def has_unsaved(self) -> bool:
-        """Whether the catalog lags behind."""
-        with self._changed:
-            return bool(self._unsaved.moved or self._unsaved.deleted)
-
     def locate(self, slots: Sequence[int]) -> list[Record | int]:
         """For each slot its record, its segment held until `release`, or else its state."""
         with self._changed:
