@@ -38,16 +38,6 @@ from tiered_kv import (
 from tiered_kv.storage.base import CheckReport
 from tiered_kv.streams import Event, ThreadStream
 
-
-@pytest.fixture
-def open_store(tmp_path: Path) -> Iterator[Rig]:
-    rig = Rig(tmp_path)
-    yield rig
-    rig.let_all_go()
-    for store in rig.opened:
-        store.close()
-
-
 # -- what comes back -------------------------------------------------------------------------------
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +31,6 @@ from tiered_kv import (
     StoreClosedError,
     TieredKVError,
 )
-
-
-@pytest.fixture
-def open_store(tmp_path: Path) -> Iterator[Rig]:
-    rig = Rig(tmp_path)
-    yield rig
-    rig.let_all_go()
-    for store in rig.opened:
-        store.close()
-
 
 # -- what fails ------------------------------------------------------------------------------------
 

@@ -36,15 +36,6 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
-def open_store(tmp_path: Path) -> Iterator[Rig]:
-    rig = Rig(tmp_path)
-    yield rig
-    rig.let_all_go()
-    for store in rig.opened:
-        store.close()
-
-
-@pytest.fixture
 def in_memory() -> Iterator[Rig]:
     with tempfile.TemporaryDirectory(dir=MEMORY_FOLDER) as folder:
         rig = Rig(Path(folder))

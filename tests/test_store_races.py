@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import pytest
 from store_rig import (
     PATIENCE_S,
     Rig,
@@ -27,16 +24,6 @@ from store_rig import (
 )
 
 from tiered_kv.streams import Event
-
-
-@pytest.fixture
-def open_store(tmp_path: Path) -> Iterator[Rig]:
-    rig = Rig(tmp_path)
-    yield rig
-    rig.let_all_go()
-    for store in rig.opened:
-        store.close()
-
 
 # -- slots change hands only when nobody writes or reads them any more -----------------------------
 

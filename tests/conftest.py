@@ -1,0 +1,19 @@
+"""Fixtures that several test files share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from store_rig import Rig
+
+
+@pytest.fixture
+def open_store(tmp_path: Path) -> Iterator[Rig]:
+    """Opens stores that can be held up and made to fail; closes them in the end."""
+    rig = Rig(tmp_path)
+    yield rig
+    rig.let_all_go()
+    for store in rig.opened:
+        store.close()
