@@ -6,7 +6,6 @@ the index's business (`tiered_kv.index`); the tier is told slots and does as it 
 
 from __future__ import annotations
 
-import heapq
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ import numpy as np
 
 from tiered_kv.errors import TieredKVError
 from tiered_kv.keys import PageKey
+from tiered_kv.slots import SlotPool
 
 PageBuffer = np.ndarray[Any, np.dtype[np.uint8]]
 """One page in host memory: uint8, one dimension, contiguous, `page_bytes` long."""
@@ -123,70 +123,6 @@ def check_batch(slots: Sequence[int], rows: Sequence[PageBuffer], page_bytes: in
     for row in rows:
         if row.shape != (page_bytes,):
             raise ValueError(f"a page is one row of {page_bytes} bytes, not shape {row.shape}")
-
-
-class SlotPool:
-    """Slots 0..n-1 of a tier, lowest free first. Not locked: its owner is."""
-
-    __slots__ = ("_fresh", "_returned", "_taken", "capacity")
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self._fresh = 0  # slots >= this were never taken
-        self._returned: list[int] = []  # a heap
-        self._taken = bytearray(capacity)
-
-    @property
-    def used(self) -> int:
-        """Slots taken."""
-        return self._fresh - len(self._returned)
-
-    def reserve(self, n: int) -> list[int] | None:
-        """The n lowest free slots, or None and nothing taken."""
-        if n < 0 or self.capacity - self.used < n:
-            return None
-        return [self._take_one() for _ in range(n)]
-
-    def _take_one(self) -> int:
-        if self._returned:
-            slot = heapq.heappop(self._returned)
-        else:
-            slot = self._fresh
-            self._fresh += 1
-        self._taken[slot] = 1
-        return slot
-
-    def reserve_exact(self, slot: int) -> None:
-        """Take one named slot: how a tier found again after a restart claims what is already there.
-
-        Raises:
-            ValueError: it is taken, or out of range.
-        """
-        if not 0 <= slot < self.capacity or self._taken[slot]:
-            raise ValueError(f"slot {slot} is taken or outside 0..{self.capacity - 1}")
-        if slot >= self._fresh:
-            for between in range(self._fresh, slot):
-                heapq.heappush(self._returned, between)
-            self._fresh = slot + 1
-        else:
-            self._returned.remove(slot)
-            heapq.heapify(self._returned)
-        self._taken[slot] = 1
-
-    def free(self, slots: Sequence[int]) -> None:
-        """Give slots back; ValueError, and none freed, if one is not taken or named twice."""
-        if len(set(slots)) != len(slots):
-            raise ValueError("a slot is named twice in one free()")
-        for slot in slots:
-            if not 0 <= slot < self.capacity or not self._taken[slot]:
-                raise ValueError(f"slot {slot} is not reserved")
-        for slot in slots:
-            self._taken[slot] = 0
-            heapq.heappush(self._returned, slot)
-
-    def is_taken(self, slot: int) -> bool:
-        """Whether a slot is reserved."""
-        return 0 <= slot < self.capacity and bool(self._taken[slot])
 
 
 class PooledTier(Tier):

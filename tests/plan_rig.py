@@ -15,7 +15,7 @@ from contracts import key_of
 from tiered_kv.keys import KeyChain, PageKey
 from tiered_kv.plan import DISK, HBM, HOST, Move, Plan
 from tiered_kv.planner import Planner, StoredPage
-from tiered_kv.storage.base import SlotPool
+from tiered_kv.slots import SlotPool
 
 
 def chain(*names: object) -> KeyChain:

@@ -16,7 +16,7 @@ import pytest
 
 from tiered_kv.keys import KeyChain, PageKey
 from tiered_kv.planner import Planner
-from tiered_kv.storage.base import SlotPool
+from tiered_kv.slots import SlotPool
 
 TRACES = Path(__file__).resolve().parents[2] / "shared" / "traces"
 CLAUDE_CODE = "claude_code_28sessions_c8_blk512.jsonl"

@@ -12,7 +12,7 @@ from plan_rig import PlannerRig, chain
 
 from tiered_kv.plan import DISK, HBM, HOST, LOAD_ALL, MISS_REASONS, Gate, Move, Plan
 from tiered_kv.planner import Planner, StoredPage
-from tiered_kv.storage.base import SlotPool
+from tiered_kv.slots import SlotPool
 
 # -- what is worth loading -------------------------------------------------------------------------
 

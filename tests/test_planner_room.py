@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tiered_kv.keys import KeyChain, PageKey
 from tiered_kv.planner import Planner
-from tiered_kv.storage.base import SlotPool
+from tiered_kv.slots import SlotPool
 
 
 def chain(pages: int) -> KeyChain:

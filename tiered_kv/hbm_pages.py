@@ -11,6 +11,7 @@ import torch
 from tiered_kv.errors import StoreClosedError
 from tiered_kv.mover import Mover
 from tiered_kv.plan import HBM
+from tiered_kv.room import Room
 from tiered_kv.storage.hbm import HbmTier
 from tiered_kv.streams import Event, caller_event
 
@@ -22,8 +23,9 @@ class HbmPages:
     While a get() may still write to it, it is lent: who has it next waits for that to end.
     """
 
-    def __init__(self, tier: HbmTier, mover: Mover, lock: threading.RLock) -> None:
+    def __init__(self, tier: HbmTier, room: Room, mover: Mover, lock: threading.RLock) -> None:
         self._tier = tier
+        self._room = room
         self._mover = mover
         self._lock = lock
         self._owned: set[int] = set()
@@ -59,7 +61,7 @@ class HbmPages:
         with self._lock:
             if self._is_closed:
                 raise StoreClosedError("the store is closed: it has no pages to allocate")
-            slots = self._mover.planner.room.exactly(HBM, n)
+            slots = self._room.exactly(HBM, n)
             self._owned.update(slots or ())
         return slots
 
@@ -78,7 +80,7 @@ class HbmPages:
 
         def free() -> None:
             with self._lock:
-                self._mover.planner.room.free(HBM, slots)
+                self._room.free(HBM, slots)
 
         self._mover.after(events + lent, device_event, free)
 

@@ -17,15 +17,16 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from tiered_kv.books import Books
 from tiered_kv.counters import Counters
+from tiered_kv.errors import TieredKVError
+from tiered_kv.keys import PageKey
 from tiered_kv.plan import Move
-from tiered_kv.planner import Planner
-from tiered_kv.storage.base import Tier
-from tiered_kv.storage.hbm import HbmTier
+from tiered_kv.storage.base import Page, PageBuffer
 from tiered_kv.storage.host import HostTier
 from tiered_kv.streams import Event, open_stream
 from tiered_kv.transfer import Transfer
@@ -37,28 +38,69 @@ LOAD_BATCH_BYTES = 8 << 20  # a batch's copy to HBM runs while the next is read
 WRITE_BATCH_BYTES = 32 << 20  # 415-474 MB/s durable from 8 MiB a commit on (virtual SSD, 2026-11)
 COPY_BATCH_BYTES = 64 << 20
 
-Place = tuple[str, int]
-"""A page in a tier: (tier, page)."""
+Place = tuple[str, PageKey]
+"""A page in a tier."""
+
+
+class HbmBytes(Protocol):
+    """What a mover needs of HBM: the store's own pool, or an engine's tensors."""
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page."""
+
+    @property
+    def layers(self) -> Sequence[torch.Tensor]:
+        """One tensor a layer."""
+
+    @property
+    def layer_steps(self) -> Sequence[tuple[int, int]]:
+        """Layer ranges [first, last) that are copied in one go."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the bytes are."""
+
+    def write_layers(
+        self, slots: Sequence[int], pages: Sequence[PageBuffer], first: int, last: int
+    ) -> None:
+        """Scatter layers [first, last) of host pages into slots; on a GPU it only enqueues."""
+
+    def read(self, slots: Sequence[int], into: Sequence[PageBuffer]) -> object:
+        """Gather slots into host pages; returns when the bytes are there."""
+
+    def copy_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy whole pages from slot to slot; on a GPU it only enqueues."""
+
+
+class DiskBytes(Protocol):
+    """What a mover needs of disk: a `Tier`, or one whose slots another process numbers."""
+
+    def write(self, slots: Sequence[int], pages: Sequence[Page]) -> None:
+        """Store pages; durable when it returns, raises TierIOError."""
+
+    def read(self, slots: Sequence[int], into: Sequence[PageBuffer]) -> list[TieredKVError | None]:
+        """Fill one buffer a slot; for each, None or why it could not be had."""
 
 
 class Mover:
     """The tiers, the streams between them, and what is on its way.
 
     Args:
-        planner: told what arrived and what failed, always under `lock`.
-        lock: guards the planner.
+        books: told what arrived and what failed, always under `lock`.
+        lock: guards the books.
     """
 
     def __init__(
         self,
-        planner: Planner,
+        books: Books,
         lock: threading.RLock,
-        hbm: HbmTier,
+        hbm: HbmBytes,
         host: HostTier,
-        disk: Tier | None,
+        disk: DiskBytes | None,
         counters: Counters,
     ) -> None:
-        self.planner = planner
+        self.books = books
         self.lock = lock
         self.hbm = hbm
         self.host = host
@@ -66,7 +108,7 @@ class Mover:
         self.counters = counters
         self.arrivals: dict[Place, Event] = {}  # of pages that are arriving; guarded by lock
         self.in_flight: set[Transfer] = set()  # guarded by lock
-        self.wanted: Counter[int] = Counter()  # page -> transfers others bring it for; by lock
+        self.wanted: Counter[PageKey] = Counter()  # -> transfers others bring it for; by lock
         self._reported_at = float("-inf")
         cpu = torch.device("cpu")
         self.fill_stream = open_stream("h2d", hbm.device)
@@ -88,12 +130,12 @@ class Mover:
 
         self.event_stream.submit(work, ready)
 
-    def left(self, pages: Collection[int]) -> None:
+    def left(self, keys: Collection[PageKey]) -> None:
         """A transfer no longer waits for these pages, which others bring. Called under the lock."""
-        self.wanted.subtract(pages)
-        for page in pages:
-            if not self.wanted[page]:
-                del self.wanted[page]
+        self.wanted.subtract(keys)
+        for key in keys:
+            if not self.wanted[key]:
+                del self.wanted[key]
 
     def report(self, error: BaseException) -> None:
         """Log what a medium did, at most one line every ten seconds: the counters have the rest."""

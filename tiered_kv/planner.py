@@ -35,6 +35,8 @@ class Planner:
         capacity: pages a tier holds.
         policy: eviction policy of every tier.
         write_through: put every page on disk at once, not only when host gives it up.
+        restores: a page whose demotion fails goes back to the host slot it was leaving. Not where
+            several ranks carry out the plan: another may have filled the slot already.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Planner:
         *,
         policy: str = "lru",
         write_through: bool = False,
+        restores: bool = True,
     ) -> None:
         names = [name for name in TIERS if name in slots]
         self.index = Index(names, policy)
@@ -52,6 +55,7 @@ class Planner:
         self._host = self.index.by_name[HOST]
         self._disk = self.index.by_name.get(DISK)
         self._write_through = write_through and self._disk is not None
+        self._restores = restores
         self._returned: set[Move] = set()  # demotions that failed in plans not ended yet
 
     # -- get ---------------------------------------------------------------------------------------
@@ -296,8 +300,13 @@ class Planner:
         """Whether host or disk has a page, or awaits it."""
         return bool(self._host.state[page] or (self._disk is not None and self._disk.state[page]))
 
-    def is_in(self, page: int, tiers: Iterable[str]) -> bool:
-        """Whether one of these tiers has a page; no for page -1."""
+    def key(self, page: int) -> PageKey:
+        """The key of a page."""
+        return self.index.key(page)
+
+    def has(self, key: PageKey, tiers: Iterable[str]) -> bool:
+        """Whether one of these tiers has a page."""
+        page = self.index.find(key)
         named = [self.index.by_name[name] for name in tiers if name in self.index.by_name]
         return page >= 0 and any(tier.is_resident(page) for tier in named)
 
@@ -344,7 +353,7 @@ class Planner:
 
     def failed(self, move: Move, reason: str = "failed") -> None:
         """A move was not made: its page does not count in the target, whose slot is free again."""
-        if move.leaves:
+        if move.leaves and self._restores:
             self._restore(move)
         if move.is_in_place or not self.is_arriving(move):
             return  # in place: the arrival is another plan's, or by now that of a third

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from tiered_kv.errors import CorruptPageError, TierIOError
+from tiered_kv.keys import PageKey
 from tiered_kv.mover import COPY_BATCH_BYTES, LOAD_BATCH_BYTES, WRITE_BATCH_BYTES, Mover, Place
 from tiered_kv.plan import DISK, HBM, HOST, Move
 from tiered_kv.storage.base import Page
@@ -45,6 +47,9 @@ class Run:
         ready: the caller's events: its pages are neither read nor overwritten before they fire.
         device_event: the same as a CUDA event, or None.
         on_settled: called once when nothing moves any more, under the lock, before `settled` fires.
+
+    Attributes:
+        hbm_done: fires when it has read and written HBM for the last time.
     """
 
     def __init__(
@@ -58,6 +63,9 @@ class Run:
     ) -> None:
         self.transfer = transfer
         self.why_lost: dict[int, str] = {}  # position -> reason
+        self.hbm_done = Event()
+        self._hbm = threading.Lock()  # held while HBM is read or written
+        self._has_left_hbm = False
         self._mover = mover
         self._plan = transfer.plan
         self._ready = list(ready)
@@ -66,9 +74,10 @@ class Run:
         self._position = {page: at for at, page in enumerate(self._plan.pages)}
         steps = self._plan.load + self._plan.fill + self._plan.store + self._plan.write
         self._counting = {move.page: move for move in steps}  # a page's last move is what counts
+        self._demoted = {move.page: move.key for move in self._plan.demote}
         self._arrival: dict[Place, Event] = {}  # of the pages this run brings somewhere
         self._known: dict[Place, Event] = {}  # and of those it waits for
-        self._joined: set[int] = set()  # pages that others bring
+        self._joined: set[PageKey] = set()  # pages that others bring
         self._unknown = 0  # fill batches whose sources may still fail
         self._layer_left: list[int] = []
         self._layer_marks: list[list[Any]] = []
@@ -77,20 +86,19 @@ class Run:
         """Queue everything; returns at once. Called under the lock that planned it."""
         mover, plan = self._mover, self._plan
         mover.in_flight.add(self.transfer)
-        places = {(move.source, move.page) for move in plan.moves() if move.waits}
+        places = {(move.source, move.key) for move in plan.moves() if move.waits}
         joined = places & mover.arrivals.keys()
-        self._join({page for _, page in joined})
-        parent_of = mover.planner.index.parent_of
-        parents = {(DISK, parent_of[move.page]) for move in plan.demote + plan.write}
+        self._join({key for _, key in joined})
+        parents = {(DISK, move.parent) for move in plan.demote + plan.write if move.parent}
         others = {
             place: mover.arrivals[place] for place in joined | parents & mover.arrivals.keys()
         }
         unmoved = self._settle_unmoved()
+        on_hbm = [*self._fill_jobs(), *self._store_jobs()]
         jobs = [
             *self._write_jobs(plan.demote),
             *self._load_jobs(),
-            *self._fill_jobs(),
-            *self._store_jobs(),
+            *on_hbm,
             *self._write_jobs(plan.write),
         ]
         bound = Event()
@@ -102,40 +110,51 @@ class Run:
         self._bind(bound)
         for job in jobs:
             self._submit(job)
+        when_all([job.done for job in on_hbm], self.hbm_done.fire)
         when_all([bound, unmoved, *(job.done for job in jobs)], self._end)
 
-    def _join(self, pages: set[int]) -> None:
+    def leave_hbm(self) -> None:
+        """Let HBM be: what is being copied is finished, what has not begun never begins.
+
+        Blocks for that long. Afterwards the slots of the plan may be used for something else,
+        though the transfer has not settled; its pages that were not through are lost.
+        """
+        self._has_left_hbm = True
+        with self._hbm:
+            pass
+
+    def _join(self, keys: set[PageKey]) -> None:
         """Until this transfer ends, those who bring these pages do so though they be cancelled."""
-        new = pages - self._joined
+        new = keys - self._joined
         self._joined |= new
         self._mover.wanted.update(new)
 
     def _announce(self, moves: Sequence[Move], done: Event) -> None:
         """Let other transfers wait for pages on their way, one event for all that come together."""
-        is_arriving = self._mover.planner.is_arriving
+        is_arriving = self._mover.books.is_arriving
         for move in moves:
             if is_arriving(move):
-                self._arrival[move.target, move.page] = done
+                self._arrival[move.target, move.key] = done
 
     def _settle_unmoved(self) -> Event:
         """Pages no move is about: where they should be, or on their way there, or without room."""
-        mover, index = self._mover, self._mover.planner.index
+        mover = self._mover
         tiers = (HOST, DISK) if self._plan.is_put else (HBM, HOST)
         unmoved = [
-            (at, page, index.key(page))
+            (at, mover.books.key(page))
             for at, page in enumerate(self._plan.pages)
             if page not in self._counting
         ]
-        places = {(tier, page) for _, page, _ in unmoved for tier in tiers}
+        places = {(tier, key) for _, key in unmoved for tier in tiers}
         coming = places & mover.arrivals.keys()
-        self._join({page for _, page in coming})
+        self._join({key for _, key in coming})
         settled = Event()
 
         def judge() -> None:
             with mover.lock:  # a page may have gone, and its number be another's by now
-                here = {at for at, _, key in unmoved if mover.planner.is_in(index.find(key), tiers)}
+                here = {at for at, key in unmoved if mover.books.has(key, tiers)}
             self.transfer.here(list(here))
-            self._lose({at: "no_room" for at, _, _ in unmoved if at not in here})
+            self._lose({at: "no_room" for at, _ in unmoved if at not in here})
             settled.fire()
 
         when_all([mover.arrivals[place] for place in coming], judge)
@@ -164,30 +183,30 @@ class Run:
     def _needs(self, job: Job) -> list[Event]:
         """The events of other batches that this one waits for, each once."""
         needs: dict[Event, None] = {}
-        parent_of = self._mover.planner.index.parent_of
         for move in job.batch:
-            source = self._known.get((move.source, move.page)) if move.waits else None
+            source = self._known.get((move.source, move.key)) if move.waits else None
             if source is not None:
                 needs[source] = None
             if move.after >= 0:
-                needs[self._arrival[DISK, move.after]] = None
-            parent = self._known.get((DISK, parent_of[move.page])) if move.target == DISK else None
+                needs[self._arrival[DISK, self._demoted[move.after]]] = None
+            above = move.parent if move.target == DISK else None
+            parent = self._known.get((DISK, above)) if above else None
             if parent is not None and parent is not job.done:
                 needs[parent] = None
         return list(needs)
 
     def _publish(self, batch: Batch, made: Batch, done: Event) -> None:
-        planner, arrivals = self._mover.planner, self._mover.arrivals
+        books, arrivals = self._mover.books, self._mover.arrivals
         came = {id(move) for move in made}
         with self._mover.lock:
             for move in batch:
-                place = (move.target, move.page)
+                place = (move.target, move.key)
                 if self._arrival.get(place) is not done:
                     continue  # another transfer's to publish, or a slot that is the caller's own
                 if id(move) in came:
-                    planner.arrived(move)
+                    books.arrived(move)
                 else:
-                    planner.failed(move, self._why(move))
+                    books.failed(move, self._why(move))
                 del arrivals[place]
         counted = [
             (self._position[move.page], id(move) in came)
@@ -217,9 +236,9 @@ class Run:
             wanted = [
                 move
                 for move in batch
-                if not is_cancelled or mover.wanted[move.page] > (move.page in self._joined)
+                if not is_cancelled or mover.wanted[move.key] > (move.key in self._joined)
             ]
-            possible = [move for move in wanted if mover.planner.is_possible(move)]
+            possible = [move for move in wanted if mover.books.is_possible(move)]
         left_out = {move.page for move in batch} - {move.page for move in wanted}
         self._lose({self._position[page]: "in_flight" for page in left_out})
         return possible
@@ -247,7 +266,7 @@ class Run:
         mover = self._mover
         assert mover.disk is not None
         with mover.lock:
-            moves: Batch = mover.planner.durable(batch)
+            moves: Batch = mover.books.durable(batch)
         if not moves:
             return []
         pages = [Page(move.key, move.parent, mover.host.view(move.source_slot)) for move in moves]
@@ -291,7 +310,7 @@ class Run:
         self._mover.counters.add("total", reason, 1)
         self._mover.report(error)
         with self._mover.lock:
-            self._mover.planner.condemn(move, reason)
+            self._mover.books.condemn(move, reason)
         if move.page in self._position:
             self.why_lost.setdefault(self._position[move.page], reason)
 
@@ -339,14 +358,13 @@ class Run:
         def copy() -> None:
             try:
                 self._scatter(batch, good, mover.fill_stream, by_page)
-                mover.fill_stream.drain()
             except BaseException as raised:  # handed to the load stream, which is waiting
                 error.append(raised)
 
         mover.fill_stream.submit(copy).wait()
         if error:
             raise error[0]
-        return good
+        return [] if self._has_left_hbm else good
 
     def _scatter(
         self,
@@ -356,6 +374,14 @@ class Run:
         staged: dict[int, Any] | None = None,
     ) -> Batch:
         """Copy pages into their HBM slots layer by layer, and say when each is through."""
+        with self._hbm:
+            made = self._scatter_held(batch, [] if self._has_left_hbm else moves, stream, staged)
+            stream.drain()
+        return made
+
+    def _scatter_held(
+        self, batch: Batch, moves: Batch, stream: Stream, staged: dict[int, Any] | None
+    ) -> Batch:
         mover = self._mover
         if self._device_event is not None:
             self._device_event.wait()
@@ -409,18 +435,19 @@ class Run:
         mover = self._mover
         if self._device_event is not None:
             self._device_event.wait()
-        moves = self._possible(batch)
-        mover.hbm.read(
-            [move.source_slot for move in moves],
-            [mover.host.view(move.target_slot) for move in moves],
-        )
+        with self._hbm:
+            moves = [] if self._has_left_hbm else self._possible(batch)
+            mover.hbm.read(
+                [move.source_slot for move in moves],
+                [mover.host.view(move.target_slot) for move in moves],
+            )
         mover.counters.moved(HBM, HOST, len(moves) * mover.hbm.page_bytes)
         return moves
 
     def _end(self) -> None:
         mover = self._mover
         with mover.lock:
-            mover.planner.end(self._plan)
+            mover.books.end(self._plan)
             mover.in_flight.discard(self.transfer)
             mover.left(self._joined)
             self._on_settled(self)

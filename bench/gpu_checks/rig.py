@@ -67,7 +67,7 @@ class BareStore:
         capacity = {name: tier.capacity_pages for name, tier in tiers.items()}
         self._planner = Planner(tiers, capacity)
         self._mover = Mover(self._planner, self._lock, self._tier, self._host, None, Counters())
-        self.hbm = HbmPages(self._tier, self._mover, self._lock)
+        self.hbm = HbmPages(self._tier, self._planner.room, self._mover, self._lock)
 
     def get(
         self, keys: Sequence[PageKey], *, into: Sequence[int] | None = None, after: Any = None

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiered_kv.storage.base import CheckReport, SlotPool
+from tiered_kv.slots import SlotPool
+from tiered_kv.storage.base import CheckReport
 
 
 def test_slots_come_lowest_first() -> None:

@@ -9,7 +9,7 @@ from tiered_kv.plan import HBM, Gate
 from tiered_kv.planner import Planner
 from tiered_kv.replay.engines.rounds import PromptKeys, load_in_rounds, store_in_rounds
 from tiered_kv.replay.requests import TIERS, Outcome, Request, Workload
-from tiered_kv.storage.base import SlotPool
+from tiered_kv.slots import SlotPool
 
 
 class DecidedEngine:
