@@ -15,17 +15,19 @@ ROOT = Path(__file__).resolve().parents[1]
 LEVELS: tuple[frozenset[str], ...] = tuple(
     frozenset(level.split())
     for level in (
-        "errors",
+        "errors slots",
         "keys config model_config",
         "layout",
         "policy kernels",
         "index storage",
         "plan streams",
-        "room counters transfer",
+        "books",
+        "room counters transfer orders manifest",
         "planner",
-        "mover",
+        "mover decider",
         "run hbm_pages",
-        "store",
+        "carrier",
+        "store disk_store",
         "plugins",
         "replay",
         "cli",
@@ -34,7 +36,7 @@ LEVELS: tuple[frozenset[str], ...] = tuple(
 )
 """Units of the package, lowest first: a unit imports itself and what stands below it."""
 
-DECIDES = {"index", "plan", "planner", "room", "policy", "keys"}
+DECIDES = {"index", "plan", "planner", "room", "policy", "keys", "decider", "orders", "slots"}
 DECIDES |= {"layout", "model_config", "config", "errors"}
 ENGINES = {"transformers", "vllm", "sglang"}
 ENGINE_PLACES = ("tiered_kv.plugins.", "tiered_kv.replay.engines.")

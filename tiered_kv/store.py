@@ -110,7 +110,7 @@ class TieredStore:
         self._mover = Mover(
             self._planner, self._lock, self._hbm_tier, self._host, self._disk, self._counters
         )
-        self.hbm = HbmPages(self._hbm_tier, self._mover, self._lock)
+        self.hbm = HbmPages(self._hbm_tier, self._planner.room, self._mover, self._lock)
 
     @classmethod
     def open(cls, layout: KVLayout, config: StoreConfig) -> TieredStore:
