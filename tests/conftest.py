@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 from store_rig import Rig
 
+# Tests inside real engines have environments and settings of their own: `make test-engines`.
+collect_ignore = ["engines"]
+
 
 @pytest.fixture
 def open_store(tmp_path: Path) -> Iterator[Rig]:

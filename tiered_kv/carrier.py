@@ -18,6 +18,7 @@ from tiered_kv.keys import PageKey
 from tiered_kv.manifest import DiskSlots, Manifest
 from tiered_kv.mover import HbmBytes, Mover
 from tiered_kv.orders import Job, JobEnd, JobKind, Order, RankFacts, Report
+from tiered_kv.plan import DISK
 from tiered_kv.run import Run
 from tiered_kv.storage.disk import DiskTier
 from tiered_kv.storage.host import HostTier
@@ -171,6 +172,11 @@ class Carrier:
             if not run.hbm_done.wait(max(0.0, until - time.monotonic())):
                 run.leave_hbm()
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether a request of this step waits for a load."""
+        return bool(self._running)
+
     def wait_layer(self, layer: int) -> None:
         """Block until a layer of all pages for the requests of this step is here, or has failed."""
         for flight in self._running:
@@ -222,12 +228,10 @@ class Carrier:
         return self._counters.snapshot({})
 
     def usage(self) -> dict[str, tuple[int, int]]:
-        """(used bytes, capacity bytes) of the tiers whose slots are reserved here."""
-        return (
-            {}
-            if self._disk is None
-            else {"disk": (self._disk.used_bytes, self._disk.capacity_bytes)}
-        )
+        """(used, capacity) bytes of the disk tier; of host slots only the decider knows."""
+        if self._disk is None:
+            return {}
+        return {DISK: (self._disk.used_bytes, self._disk.capacity_bytes)}
 
     def close(self) -> None:
         """Finish what has been started, then give memory, files and locks back.

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from tiered_kv.counters import Counters, StoreStats
 from tiered_kv.errors import ConfigError
+from tiered_kv.index import OnChange
 from tiered_kv.keys import KeyChain, PageKey
 from tiered_kv.orders import Job, JobEnd, JobKind, Order, RankFacts, Report
 from tiered_kv.plan import DISK, HOST, LOAD_ALL, Gate, Move, Plan
@@ -64,13 +65,19 @@ class Decider:
         ranks: what each carrier has.
         policy: eviction policy of host and disk.
         write_through: write every page to disk at once, not only when host gives it up.
+        on_change: told when a page begins or ends to count in a tier; not of those found at start.
 
     Raises:
         ConfigError: some ranks have a disk tier and some do not.
     """
 
     def __init__(
-        self, ranks: Sequence[RankFacts], *, policy: str = "lru", write_through: bool = True
+        self,
+        ranks: Sequence[RankFacts],
+        *,
+        policy: str = "lru",
+        write_through: bool = True,
+        on_change: OnChange | None = None,
     ) -> None:
         capacity = {HOST: min(rank.host_pages for rank in ranks)}
         has_disk = {rank.disk_pages > 0 for rank in ranks}
@@ -96,6 +103,7 @@ class Decider:
         self._adopted: tuple[tuple[PageKey, int], ...] | None = ()
         if self._disk is not None:
             self._adopted = self._adopt([rank.found for rank in ranks])
+        self._planner.index.on_change = on_change
 
     def _adopt(
         self, found: Sequence[Sequence[tuple[PageKey, PageKey | None]]]
@@ -130,11 +138,6 @@ class Decider:
         host = index.by_name[HOST]
         on_host = next((at for at, page in enumerate(pages) if not host.is_resident(page)), None)
         return Hit(len(pages), len(pages) if on_host is None else on_host)
-
-    def sources(self, keys: Sequence[PageKey]) -> Counter[str]:
-        """How many of these pages each tier has; each counts in its fastest."""
-        index = self._planner.index
-        return Counter(self._planner.source_of(page) for page in index.match(keys))
 
     def why_missing(self, key: PageKey) -> str:
         """Why a page is not stored: one of `MISS_REASONS`."""
@@ -188,10 +191,18 @@ class Decider:
         """Bring what of the longest stored run is on disk alone to host; None if nothing is."""
         return self._add_if_moving("prefetch", self._planner.plan_prefetch(keys), owner, ())
 
-    def count_misses(self, keys: Sequence[PageKey]) -> None:
-        """Note pages that the engine asked for and computes."""
-        for key in keys:
-            self._counters.add("miss", self.why_missing(key), 1)
+    def count_misses(self, keys: Sequence[PageKey], why_present: str) -> None:
+        """Note pages that the engine computes.
+
+        Args:
+            keys: of consecutive pages.
+            why_present: the reason where a page is stored all the same, one of `MISS_REASONS`.
+        """
+        present = len(self._planner.index.match(keys))
+        reasons = Counter(map(self.why_missing, keys[present:]))
+        reasons[why_present] += present
+        for reason, pages in reasons.items():
+            self._counters.add("miss", reason, pages)
 
     def clear(self) -> None:
         """Drop every page that no job is about. What is in flight stays, as what it is."""
@@ -263,9 +274,7 @@ class Decider:
             else:
                 planner.arrived(move)
         planner.end(plan)
-        stored = (
-            set() if job.kind != "put" else {move.source_slot for move in self._stored(job, end)}
-        )
+        stored = {move.source_slot for move in self._stored(job, end)}
         wanted = {move.source_slot for move in job.plan.store}
         not_stored = tuple(at for at, s in enumerate(job.slots) if s in wanted and s not in stored)
         if job.kind == "get":

@@ -106,6 +106,10 @@ class TierIndex:
         return self.state[page] == TierState.RESIDENT
 
 
+OnChange = Callable[[str, PageKey, bool], None]
+"""Told of (tier, page, whether it is there now) when a page begins or ends to count in a tier."""
+
+
 class _Guard:
     """Says which pages a tier may not give up, asked in turn: it remembers what it let go.
 
@@ -155,6 +159,7 @@ class Index:
         self.last_use_of = _column("q")
         self.hits_of = _column("I")
         self._favours: dict[int, int] = {}  # page -> logical time its hint adds to its last use
+        self.on_change: OnChange | None = None
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -293,6 +298,7 @@ class Index:
         tier.state[page] = TierState.RESIDENT
         tier.resident += 1
         tier.policy.insert(page)
+        self._tell(tier, page, True)
 
     def abort(self, tier: TierIndex, page: int, reason: str = "failed") -> int:
         """The page will not arrive. Returns the slot it was promised."""
@@ -303,6 +309,7 @@ class Index:
         """The page leaves the tier. Returns its slot, which is the caller's to free."""
         assert tier.state[page] == TierState.RESIDENT and not tier.pins[page]
         tier.resident -= 1
+        self._tell(tier, page, False)
         return self._leave(tier, page, reason)
 
     def condemn(self, tier: TierIndex, page: int, reason: str) -> int | None:
@@ -311,11 +318,16 @@ class Index:
         Returns the slot to free, or None if readers hold it: the last `unpin` then returns it.
         """
         tier.resident -= 1
+        self._tell(tier, page, False)
         if not tier.pins[page]:
             return self._leave(tier, page, reason)
         tier.doomed[page] = tier.slot[page]
         self._leave(tier, page, reason)
         return None
+
+    def _tell(self, tier: TierIndex, page: int, is_there: bool) -> None:
+        if self.on_change is not None:
+            self.on_change(tier.name, self.key(page), is_there)
 
     def _leave(self, tier: TierIndex, page: int, reason: str) -> int:
         slot = tier.slot[page]
