@@ -108,3 +108,11 @@ def test_what_the_store_has_too_is_called_and_bounded_alike() -> None:
     for name in shared:
         assert ours[name].annotation == theirs[name].annotation, name
         assert ours[name].metadata == theirs[name].metadata, name
+
+
+def test_the_page_lists_every_setting_with_its_default() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs/plugins/vllm.md").read_text()
+    for name, field in TieredKVSettings.model_fields.items():
+        shown = {None: "none", "": "empty"}.get(field.default, f"`{field.default}`")
+        shown = "`4GiB`" if name == "host" else shown
+        assert f"| `{name}` | {shown} |" in text, name

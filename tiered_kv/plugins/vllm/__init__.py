@@ -5,6 +5,7 @@ Named in vLLM's configuration; importing it does not import vllm, using a name o
 
 from __future__ import annotations
 
+from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,16 @@ if TYPE_CHECKING:
 
 _HOMES = {"TieredKVConnector": "connector", "TieredKVTier": "tier"}
 
-__all__ = ["TieredKVConnector", "TieredKVTier"]
+__all__ = ["TieredKVConnector", "TieredKVTier", "register"]
+
+
+def register() -> None:
+    """vLLM's entry point, called in each of its processes: makes the connector's name known."""
+    factory = import_module("vllm.distributed.kv_transfer.kv_connector.factory").KVConnectorFactory
+    with suppress(ValueError):  # it is known already
+        factory.register_connector(
+            "TieredKVConnector", f"{__name__}.connector", "TieredKVConnector"
+        )
 
 
 def __getattr__(name: str) -> Any:

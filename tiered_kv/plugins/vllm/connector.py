@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -31,7 +33,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from tiered_kv.errors import ConfigError
+from tiered_kv.errors import ConfigError, TieredKVError
 from tiered_kv.plugins.vllm.geometry import refuse_unsupported, required_layout
 from tiered_kv.plugins.vllm.identity import check_hash_seed
 from tiered_kv.plugins.vllm.messages import StepOrder, StepReport
@@ -42,6 +44,8 @@ from tiered_kv.plugins.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
+
+_log = init_logger(__name__)
 
 VLLM_VERSIONS = ("0.32",)
 """The connector API changes with every release: only these were tested."""
@@ -57,8 +61,14 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
-        check_version(vllm.__version__)
         super().__init__(vllm_config, role, kv_cache_config)
+        with _said_in_one_line():
+            self._open(vllm_config, role, kv_cache_config)
+
+    def _open(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        check_version(vllm.__version__)
         settings = _settings(vllm_config)
         refuse_unsupported(kv_cache_config)
         if settings.disk is not None:
@@ -95,7 +105,8 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """All layers of a block side by side, where the attention backend can."""
-        _settings(vllm_config)  # a wrong setting stops the engine here, before it loads the model
+        with _said_in_one_line():  # a wrong setting stops the engine before it loads the model
+            _settings(vllm_config)
         return required_layout(vllm_config)
 
     @classmethod
@@ -138,13 +149,14 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Open this rank's tiers beside the engine's KV cache."""
-        self._worker = WorkerSide(
-            self._vllm_config,
-            self._kv_cache_config,
-            self._settings,
-            kv_caches,
-            layerwise=self._layerwise,
-        )
+        with _said_in_one_line():
+            self._worker = WorkerSide(
+                self._vllm_config,
+                self._kv_cache_config,
+                self._settings,
+                kv_caches,
+                layerwise=self._layerwise,
+            )
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Copy out what is about to be overwritten."""
@@ -254,6 +266,16 @@ def check_version(version: str) -> None:
     if not version.startswith(tuple(f"{known}." for known in VLLM_VERSIONS)):
         known = " and ".join(VLLM_VERSIONS)
         raise ConfigError(f"TieredKVConnector works with vLLM {known}, and this is {version}")
+
+
+@contextmanager
+def _said_in_one_line() -> Iterator[None]:
+    """What stops the engine is logged in one line, before the tracebacks of all its processes."""
+    try:
+        yield
+    except TieredKVError as error:
+        _log.error("TieredKVConnector cannot start: %s", error)
+        raise
 
 
 def _settings(vllm_config: VllmConfig) -> TieredKVSettings:
