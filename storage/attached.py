@@ -17,11 +17,10 @@ import torch
 from tiered_kv.errors import TieredKVError
 from tiered_kv.kernels.page_copy.api import Run, gather_pages, scatter_pages
 from tiered_kv.storage.base import PageBuffer, check_batch
+from tiered_kv.storage.hbm import layer_steps
 
 NULL_BLOCK = 0
 """The block id that stands for "nothing kept here": never written, never read."""
-
-_STEP_BYTES = 64 << 10  # of one page, as in the hbm tier: below that, per-call cost outweighs
 
 
 class AttachedLayer(NamedTuple):
@@ -117,20 +116,8 @@ class AttachedHbm:
             tensors = [self.layers[at] for at in members]
             self._runs.append(list(_runs(tensors, self.page_bytes)))
             self.page_bytes += sum(tensor.shape[1] for tensor in tensors)
-        self.layer_steps = self._steps() if layerwise else [(0, len(layers))]
-
-    def _steps(self) -> list[tuple[int, int]]:
-        """Single layers on a GPU; on a CPU as many as are worth a call."""
-        steps: list[tuple[int, int]] = []
-        first = n_bytes = 0
-        for at, layer in enumerate(self.layers):
-            n_bytes += layer.shape[1]
-            if self.device.type != "cpu" or n_bytes >= _STEP_BYTES:
-                steps.append((first, at + 1))
-                first, n_bytes = at + 1, 0
-        if first < len(self.layers):
-            steps.append((first, len(self.layers)))
-        return steps
+        sizes = [layer.shape[1] for layer in self.layers]
+        self.layer_steps = layer_steps(sizes, self.device) if layerwise else [(0, len(layers))]
 
     def write_layers(
         self, slots: Sequence[int], pages: Sequence[PageBuffer], first: int, last: int

@@ -55,26 +55,13 @@ class HbmTier(PooledTier):
         pool = self._allocate(pages * self.page_bytes)
         self.runs = _cut_into_runs(pool, layout.layer_page_bytes, pages)
         self.layers: list[torch.Tensor] = [layer for run in self.runs for layer in run.pool]
-        self.layer_steps = self._steps(layout.layer_page_bytes)
+        self.layer_steps = layer_steps(layout.layer_page_bytes, self.device)
 
     def _allocate(self, n_bytes: int) -> torch.Tensor:
         if self.device.type == "cpu":
             self._slab = Slab(n_bytes)
             return self._slab.tensor()[:n_bytes]
         return torch.empty(n_bytes, dtype=torch.uint8, device=self.device)
-
-    def _steps(self, layer_page_bytes: Sequence[int]) -> list[tuple[int, int]]:
-        """Layer ranges [first, last) that are copied in one go: single layers on a GPU."""
-        steps: list[tuple[int, int]] = []
-        first = n_bytes = 0
-        for layer, size in enumerate(layer_page_bytes):
-            n_bytes += size
-            if self.device.type != "cpu" or n_bytes >= _STEP_BYTES:
-                steps.append((first, layer + 1))
-                first, n_bytes = layer + 1, 0
-        if first < len(layer_page_bytes):
-            steps.append((first, len(layer_page_bytes)))
-        return steps
 
     @property
     def capacity_bytes(self) -> int:
@@ -123,6 +110,23 @@ class HbmTier(PooledTier):
         self.layers = []
         if self._slab is not None:
             self._slab.close()
+
+
+def layer_steps(layer_bytes: Sequence[int], device: torch.device) -> list[tuple[int, int]]:
+    """Layer ranges [first, last) to copy in one go: single layers on a GPU.
+
+    On a CPU as many as are worth a call.
+    """
+    steps: list[tuple[int, int]] = []
+    first = n_bytes = 0
+    for layer, size in enumerate(layer_bytes):
+        n_bytes += size
+        if device.type != "cpu" or n_bytes >= _STEP_BYTES:
+            steps.append((first, layer + 1))
+            first, n_bytes = layer + 1, 0
+    if first < len(layer_bytes):
+        steps.append((first, len(layer_bytes)))
+    return steps
 
 
 def _cut_into_runs(pool: torch.Tensor, layer_page_bytes: Sequence[int], pages: int) -> list[Run]:

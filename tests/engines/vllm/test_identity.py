@@ -216,7 +216,7 @@ def test_of_a_hub_the_commit_counts_not_the_branch(qwen3: Path) -> None:
 def test_a_disk_for_weights_that_nothing_names_is_refused(qwen3: Path) -> None:
     """A branch moves on; KV of the old weights would hit under the new ones."""
     config = hub_config(qwen3, None)
-    with pytest.raises(ConfigError, match="someone/some-model .*give model_name") as error:
+    with pytest.raises(ConfigError, match=r"someone/some-model .*give model_name") as error:
         namespace_root(config, LAYOUT, ON_DISK)
     assert "\n" not in str(error.value)
     named = ON_DISK.model_copy(update={"model_name": "some-model 2026-11"})

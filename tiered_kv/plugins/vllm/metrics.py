@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, NamedTuple
 
 from prometheus_client import Counter, Gauge
@@ -87,7 +88,7 @@ class TieredKVStats(KVConnectorStats):
         for name, numbers in delta.items():
             by_label = dict(numbers) if isinstance(numbers, Mapping) else {"": numbers}
             _check(name, by_label)
-            kept = {label: n for label, n in by_label.items() if n or name in GAUGES}
+            kept = {label: _plain(n) for label, n in by_label.items() if n or name in GAUGES}
             if kept:
                 data[name] = kept
         return cls(data)
@@ -205,6 +206,11 @@ def build_prom_metrics(
 ) -> TieredKVPromMetrics:
     """What `build_prom_metrics` of the connector returns."""
     return TieredKVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _plain(number: float) -> float:
+    """An int or float itself: one that vLLM cannot encode would end its output thread."""
+    return int(number) if isinstance(number, Integral) else float(number)
 
 
 def _check(name: str, by_label: Mapping[str, float]) -> None:
