@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiered_kv.errors import ConfigError
@@ -98,6 +98,7 @@ def test_a_missing_file_and_a_binary_file_are_refused(tmp_path: Path) -> None:
         read_trace(tmp_path / "t")
 
 
+@settings(deadline=None)  # each example writes a file
 @given(
     st.lists(
         st.tuples(st.integers(1, 5000), st.integers(0, 500), st.integers(0, 2**32 - 5000)),

@@ -17,7 +17,7 @@ from typing import Literal
 
 import numpy as np
 
-from tiered_kv.replay.messages import Dialogue
+from tiered_kv.replay.messages import Dialogue, Message
 from tiered_kv.replay.requests import IdArray, Request, as_ids
 from tiered_kv.replay.tokenizer import Tokenizer, spell_message
 
@@ -167,39 +167,73 @@ def _append(
     return np.concatenate([fresh, context[start : start + quoted]])
 
 
-def recorded_turns(
-    dialogues: Sequence[Dialogue], tokenizer: Tokenizer, *, reply_tokens: int, seed: int = 0
-) -> list[Turn]:
-    """The turns of recorded dialogues, which have no times: pauses are drawn as for `chat`.
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What is said before an answer of a recorded dialogue, the answer, and when it is asked."""
 
-    A request is made at every user message (several in a row count as one); the conversation goes
-    on with the recorded answer, whatever the engine says.
+    arrival_s: float
+    session: int
+    index: int
+    asked: tuple[Message, ...]
+    answer: tuple[Message, ...]
+
+
+def exchanges(dialogues: Sequence[Dialogue], *, seed: int = 0) -> list[Exchange]:
+    """The exchanges of recorded dialogues in order of arrival.
+
+    Dialogues have no times: pauses are drawn as for `chat`. A request is made at every user message
+    (several in a row count as one).
     """
     pause_s = _FITS["chat"].pause_s
-    turns: list[Turn] = []
+    found: list[Exchange] = []
     for session, dialogue in enumerate(dialogues):
         random = _stream(seed, session + 1)
         arrival_s = float(random.uniform(0, pause_s.median))
-        for index, (asked, answer) in enumerate(_exchanges(dialogue, tokenizer)):
+        for index, (asked, answer) in enumerate(_asked_and_answered(dialogue)):
             if index:
                 arrival_s += pause_s.draw(random)
-            turns.append(Turn(arrival_s, session, index, asked, reply_tokens, answer))
-    return in_order_of_arrival(turns)
+            found.append(Exchange(arrival_s, session, index, asked, answer))
+    return sorted(found, key=lambda one: (one.arrival_s, one.session, one.index))
 
 
-def _exchanges(dialogue: Dialogue, tokenizer: Tokenizer) -> Iterator[tuple[IdArray, IdArray]]:
-    asked: list[IdArray] = []
-    answer: list[IdArray] = []
+def _asked_and_answered(dialogue: Dialogue) -> Iterator[tuple[Dialogue, Dialogue]]:
+    asked: list[Message] = []
+    answer: list[Message] = []
     has_user = False
     for message in dialogue:
         is_reply = message.role == "assistant" and has_user
         if answer and not is_reply:
-            yield np.concatenate(asked), np.concatenate(answer)
+            yield tuple(asked), tuple(answer)
             asked, answer, has_user = [], [], False
         has_user = has_user or message.role == "user"
-        (answer if is_reply else asked).append(spell_message(message, tokenizer))
+        (answer if is_reply else asked).append(message)
     if has_user:
-        yield np.concatenate(asked), np.concatenate(answer) if answer else as_ids([])
+        yield tuple(asked), tuple(answer)
+
+
+def recorded_turns(
+    dialogues: Sequence[Dialogue], tokenizer: Tokenizer, *, reply_tokens: int, seed: int = 0
+) -> list[Turn]:
+    """The exchanges of recorded dialogues in tokens, in order of arrival.
+
+    A conversation goes on with the recorded answer (`Turn.reply_ids`), whatever the engine says.
+    """
+
+    def spell(messages: Dialogue) -> IdArray:
+        spelled = [spell_message(message, tokenizer) for message in messages]
+        return np.concatenate(spelled) if spelled else as_ids([])
+
+    return [
+        Turn(
+            one.arrival_s,
+            one.session,
+            one.index,
+            spell(one.asked),
+            reply_tokens,
+            spell(one.answer),
+        )
+        for one in exchanges(dialogues, seed=seed)
+    ]
 
 
 def in_order_of_arrival(turns: list[Turn]) -> list[Turn]:

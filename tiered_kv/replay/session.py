@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tiered_kv.config import StoreConfig
+from tiered_kv.errors import ConfigError
 from tiered_kv.layout import KVLayout
 from tiered_kv.replay.clock import ComputeSpeed
 from tiered_kv.replay.conversations import ConversationWorkload, Shape, generate, recorded_turns
@@ -26,8 +27,10 @@ from tiered_kv.replay.report import (
 from tiered_kv.replay.requests import Request, Workload, as_ids
 from tiered_kv.replay.run import Replayed, replay
 from tiered_kv.replay.settings import (
+    DEFAULT_MODEL,
     DEFAULT_PAGE_BYTES,
     DEFAULT_PREFILL_TOKENS_PER_S,
+    STORE_ENGINES,
     ReplaySettings,
 )
 from tiered_kv.replay.tokenizer import ByteTokenizer, Tokenizer
@@ -50,6 +53,8 @@ def run_replay(settings: ReplaySettings, show: Show | None = None) -> ReplayRepo
         ConfigError: an input or a setting that cannot be used; nothing has been changed.
         TieredKVError: the store could not be opened.
     """
+    if settings.engine not in STORE_ENGINES:
+        raise ConfigError(f"engine={settings.engine}: has no store of ours; use run_live_replay")
     if settings.engine == "hf":
         return _HuggingFaceReplay(settings).run(show)
     return _TimedReplay(settings).run(show)
@@ -119,7 +124,7 @@ class _Replay:
             requests_planned=self.planned,
             wall_s=done.wall_s,
             interrupted=done.interrupted,
-            settings=self._settings_json(),
+            settings=self.settings.told(),
             failed_writes=stats.failed_writes,
             **self.extras(len(done.turns), is_comparable=not found_pages + stats.failed_writes),
         )
@@ -149,10 +154,6 @@ class _Replay:
         pages = sum(store.stats().resident_pages.values())
         budget = budget_bytes(int(self.settings.hbm), int(self.settings.host), pages)
         return MemoryUse(peak.peak_bytes(), budget, "process_rss")
-
-    def _settings_json(self) -> dict[str, Any]:
-        told = self.settings.model_dump(mode="json", include=set(ReplaySettings.model_fields))
-        return {name: value for name, value in told.items() if value is not None}
 
 
 class _TimedReplay(_Replay):
@@ -201,7 +202,7 @@ class _HuggingFaceReplay(_Replay):
         from tiered_kv.replay.engines.models import load_model
 
         self._loaded: LoadedModel = load_model(
-            settings.model,
+            settings.model or DEFAULT_MODEL,
             dtype=settings.dtype,
             device=resolve_device(settings.device),
             seed=settings.seed,

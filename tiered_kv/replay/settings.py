@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import ByteSize, Field, model_validator
 
 from tiered_kv.config import Size, StoreConfig
 from tiered_kv.replay.conversations import Kind
+from tiered_kv.replay.live.settings import LiveSettings
 from tiered_kv.replay.traces import MOONCAKE_BLOCK_TOKENS
 
-EngineName = Literal["timed", "hf"]
+EngineName = Literal["timed", "hf", "openai", "vllm"]
 
+LIVE_ENGINES = ("openai", "vllm")
+STORE_ENGINES = ("timed", "hf")
+DEFAULT_MODEL = "tiny-qwen3"
 DEFAULT_PAGE_BYTES = 64 * 1024
 DEFAULT_PREFILL_TOKENS_PER_S = 8000.0
 
 
-class ReplaySettings(StoreConfig):
-    """Replay multi-turn conversations or a recorded trace through a store, with real bytes."""
+class ReplaySettings(StoreConfig, LiveSettings):
+    """Replay multi-turn conversations or a recorded trace through a store or a live engine."""
 
     hbm: Size = Field(
         default=ByteSize(64 << 20),
@@ -35,11 +39,14 @@ class ReplaySettings(StoreConfig):
         default=40.0, gt=0, description="engine timed: how fast it computes an answer"
     )
     engine: EngineName = Field(
-        default="timed", description="timed: no model, a clock computes; hf: a transformers model"
+        default="timed",
+        description="timed: no model, a clock computes; hf: a transformers model; openai: an "
+        "OpenAI-compatible server at --url; vllm: vLLM in this process",
     )
-    model: str = Field(
-        default="tiny-qwen3",
-        description="engine hf: tiny-qwen3 or micro-qwen3 (random weights), a directory, a hub id",
+    model: str | None = Field(
+        default=None,
+        description="engines hf, vllm: tiny-qwen3 (default) or micro-qwen3 (random weights), a "
+        "directory, a hub id; engine openai: a name that the server offers (default: its first)",
     )
     dtype: str = Field(
         default="float32", description="engine hf: type of the model's weights and KV"
@@ -69,7 +76,7 @@ class ReplaySettings(StoreConfig):
         default=256, ge=0, description="generated: leading tokens that all conversations share"
     )
     reply_tokens: int = Field(
-        default=16, ge=1, description="tokens of an answer (for a trace and engine hf: at most)"
+        default=16, ge=1, description="tokens of an answer (for a trace and a real model: at most)"
     )
     seed: int = Field(
         default=0,
@@ -80,7 +87,8 @@ class ReplaySettings(StoreConfig):
     page_tokens: int = Field(
         default=64,
         ge=1,
-        description="tokens a page (with a Mooncake trace and engine timed: its blocks')",
+        description="tokens a page (with a Mooncake trace and engine timed: its blocks'; engines "
+        "openai, vllm: only to count repeated tokens)",
     )
     page_bytes: Size | None = Field(
         default=None,
@@ -106,3 +114,30 @@ class ReplaySettings(StoreConfig):
         values["prefill_tokens_per_s"] = None
         values["model_name"] = self.model_name or model_name
         return StoreConfig.parse(**values)
+
+    def told(self) -> dict[str, Any]:
+        """What was set, of what this engine takes, as JSON values; never the API key."""
+        names = {name for name in ReplaySettings.model_fields if self.engine in engines_of(name)}
+        told = self.model_dump(mode="json", include=names - {"api_key"})
+        if self.engine in ("hf", "vllm"):
+            told["model"] = self.model or DEFAULT_MODEL
+        return {name: value for name, value in told.items() if value is not None}
+
+
+def engines_of(setting: str) -> tuple[str, ...]:
+    """The engines that a setting means something to; the command line refuses it with others."""
+    if setting in StoreConfig.model_fields:
+        return STORE_ENGINES
+    if setting in LiveSettings.model_fields:
+        return _LIVE_ONLY.get(setting, LIVE_ENGINES)
+    return _STORE_ONLY.get(setting, (*STORE_ENGINES, *LIVE_ENGINES))
+
+
+_LIVE_ONLY = {
+    "url": ("openai",),
+    "api_key": ("openai",),
+    "endpoint": ("openai",),
+    "kv_transfer_config": ("vllm",),
+    "engine_args": ("vllm",),
+}
+_STORE_ONLY = dict.fromkeys(("page_bytes", "decode_tokens_per_s", "dtype"), STORE_ENGINES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Generic, Protocol, TypeVar
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -16,15 +17,30 @@ from tiered_kv.replay.requests import TIERS
 _MOST_ROWS = 12
 
 
+class HasTurn(Protocol):
+    """A request with its place: what a row of a table is made of."""
+
+    @property
+    def position(self) -> int:
+        """Which request, from 0."""
+
+    @property
+    def turn(self) -> int | None:
+        """Which turn of its conversation, from 0; None where not known."""
+
+
+AnyTurn = TypeVar("AnyTurn", bound=HasTurn)
+
+
 @dataclass(frozen=True, slots=True)
-class TurnGroup:
+class TurnGroup(Generic[AnyTurn]):
     """Requests shown in one row."""
 
     label: str
-    turns: Sequence[TurnRecord]
+    turns: Sequence[AnyTurn]
 
 
-def grouped(turns: Sequence[TurnRecord]) -> list[TurnGroup]:
+def grouped(turns: Sequence[AnyTurn]) -> list[TurnGroup[AnyTurn]]:
     """Requests by turn of their conversation, or by tenths of the trace where turns are not known.
 
     More than twelve turns are put together in ranges that hold about equally many requests.
@@ -36,7 +52,7 @@ def grouped(turns: Sequence[TurnRecord]) -> list[TurnGroup]:
         return [
             TurnGroup(f"{part[0].position + 1:,}-{part[-1].position + 1:,}", part) for part in parts
         ]
-    by_turn: dict[int, list[TurnRecord]] = {}
+    by_turn: dict[int, list[AnyTurn]] = {}
     for turn in sorted(turns, key=lambda record: record.turn or 0):
         by_turn.setdefault(turn.turn or 0, []).append(turn)
     if len(by_turn) <= _MOST_ROWS:
@@ -44,15 +60,15 @@ def grouped(turns: Sequence[TurnRecord]) -> list[TurnGroup]:
     return _ranges(by_turn, -(-len(turns) // _MOST_ROWS))
 
 
-def _cut(turns: list[TurnRecord], parts: int) -> list[list[TurnRecord]]:
+def _cut(turns: list[AnyTurn], parts: int) -> list[list[AnyTurn]]:
     size = max(1, -(-len(turns) // parts))
     return [turns[start : start + size] for start in range(0, len(turns), size)]
 
 
-def _ranges(by_turn: dict[int, list[TurnRecord]], least: int) -> list[TurnGroup]:
-    groups: list[TurnGroup] = []
+def _ranges(by_turn: dict[int, list[AnyTurn]], least: int) -> list[TurnGroup[AnyTurn]]:
+    groups: list[TurnGroup[AnyTurn]] = []
     first: int | None = None
-    found: list[TurnRecord] = []
+    found: list[AnyTurn] = []
     for index, turns in by_turn.items():
         first = index if first is None else first
         found = [*found, *turns]
@@ -88,7 +104,7 @@ def turn_table(turns: Sequence[TurnRecord]) -> Table:
     return table
 
 
-def _cells(group: TurnGroup) -> list[str]:
+def _cells(group: TurnGroup[TurnRecord]) -> list[str]:
     turns = group.turns
     wrong = sum(not turn.outputs_equal for turn in turns)
     reused = [sum(turn.reused_tokens.get(tier, 0) for turn in turns) / len(turns) for tier in TIERS]
@@ -97,8 +113,8 @@ def _cells(group: TurnGroup) -> list[str]:
         str(len(turns)),
         f"{sum(turn.prompt_tokens for turn in turns) / len(turns):,.0f}",
         *(f"{tokens:,.0f}" for tokens in reused),
-        _duration(median(turn.ttft_store_s for turn in turns)),
-        _duration(median(turn.ttft_recompute_s for turn in turns)),
+        duration(median(turn.ttft_store_s for turn in turns)),
+        duration(median(turn.ttft_recompute_s for turn in turns)),
         f"{median(turn.ttft_ratio for turn in turns):.2f}",
         f"{wrong} NOT" if wrong else "yes",
     ]
@@ -192,5 +208,8 @@ def _size(count: int) -> str:
     return f"{value:,.1f} TiB"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Seconds, or milliseconds below one."""
+    if seconds < 0.001:
+        return f"{seconds * 1000:.2f} ms"
     return f"{seconds * 1000:,.1f} ms" if seconds < 1 else f"{seconds:,.2f} s"

@@ -48,10 +48,15 @@ class ModelTokenizer:
         return as_ids(self._tokenizer.encode(text, add_special_tokens=False))
 
 
-def spell_message(message: Message, tokenizer: Tokenizer) -> IdArray:
-    """A message's tokens: ``<|role|>``, a line break, the text, a line break.
+def message_text(message: Message) -> str:
+    """A message spelled out: ``<|role|>``, a line break, the text, a line break.
 
     One plain form for every model, because many chat templates rewrite earlier turns (they drop the
     reasoning), and then no prefix would ever come back.
     """
-    return tokenizer.encode(f"<|{message.role}|>\n{message.text}\n")
+    return f"<|{message.role}|>\n{message.text}\n"
+
+
+def spell_message(message: Message, tokenizer: Tokenizer) -> IdArray:
+    """The tokens of `message_text`."""
+    return tokenizer.encode(message_text(message))

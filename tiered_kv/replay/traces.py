@@ -182,12 +182,12 @@ class SpelledWorkload:
 
     def __iter__(self) -> Iterator[Request]:
         for request in self._blocks:
-            spelled = [self._spell(int(block)) for block in request.ids]
+            spelled = spell_blocks(request.ids, self._blocks.page_tokens, self._vocabulary)
             yield Request(
                 session=request.session,
                 turn=request.turn,
                 arrival_s=request.arrival_s,
-                ids=np.concatenate(spelled)[: request.prompt_tokens],
+                ids=spelled[: request.prompt_tokens],
                 prompt_tokens=request.prompt_tokens,
                 reply_tokens=max(1, min(request.reply_tokens, self._reply_tokens)),
             )
@@ -195,6 +195,13 @@ class SpelledWorkload:
     def answered(self, request: Request, reply_ids: IdArray) -> None:
         """A trace's prompts are fixed: the answer is in the next one already."""
 
-    def _spell(self, block: int) -> IdArray:
-        random = np.random.Generator(np.random.Philox(key=block))
-        return random.integers(0, self._vocabulary, self._blocks.page_tokens, dtype=np.uint32)
+
+def spell_blocks(block_ids: IdArray, block_tokens: int, vocabulary: int) -> IdArray:
+    """Tokens of full blocks, one after the other; each block's follow from its id alone."""
+    spelled = [
+        np.random.Generator(np.random.Philox(key=int(block))).integers(
+            0, vocabulary, block_tokens, dtype=np.uint32
+        )
+        for block in block_ids
+    ]
+    return np.concatenate(spelled)
