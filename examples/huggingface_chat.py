@@ -1,4 +1,4 @@
-"""A chat whose KV survives a restart: only the tokens that are new are computed again.
+"""A chat whose KV survives a restart: a turn needs only what is new, and computes only that.
 
 Runs on a CPU in a few seconds, with a tiny model of random weights that talks nonsense:
 
@@ -13,8 +13,8 @@ import time
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from tiered_kv import StoreConfig, TieredStore
-from tiered_kv.plugins.huggingface import CACHE_ARGUMENT, TieredCache, layout_for, model_fingerprint
+from tiered_kv import StoreConfig
+from tiered_kv.plugins.huggingface import attach, layout_for, open_store
 
 torch.manual_seed(0)
 config = Qwen3Config(
@@ -26,32 +26,33 @@ config = Qwen3Config(
     num_key_value_heads=2,
     head_dim=64,
     eos_token_id=None,
+    pad_token_id=None,
 )
 model = Qwen3ForCausalLM(config).eval()
-layout = layout_for(model, page_tokens=64)
-chat = torch.randint(512, (1, 1500))
+page_bytes = layout_for(model).page_bytes
+options = {"max_new_tokens": 16, "do_sample": False}
+conversation = torch.zeros((1, 0), dtype=torch.long)  # only to compare with
 
 with tempfile.TemporaryDirectory() as directory:
     settings = StoreConfig(
-        hbm=8 * layout.page_bytes,  # a third of the chat: the rest comes and goes in pieces
-        host=32 * layout.page_bytes,
+        hbm=8 * page_bytes,  # a third of the chat: the rest comes and goes in pieces
+        host=32 * page_bytes,
         disk=directory,
         disk_size="256MiB",
-        model_name=model_fingerprint(model),
     )
     for turn in range(4):
-        with TieredStore.open(layout, settings) as store:  # each turn in a store opened anew
+        said = torch.randint(512, (1, 100 if turn else 1500))  # the user's message
+        # each turn in a store opened anew, as after a restart
+        with open_store(model, settings) as store, attach(model, store) as attached:
             start = time.perf_counter()
-            cache = TieredCache.restore(store, chat)
-            reply = model.generate(
-                chat, max_new_tokens=16, do_sample=False, **{CACHE_ARGUMENT: cache}
-            )
+            reply = model.generate(said, session=store.session("user-42"), **options)
             seconds = time.perf_counter() - start
-            saved_pages = cache.save(reply)
-        expected = model.generate(chat, max_new_tokens=16, do_sample=False)
+        conversation = torch.cat([conversation, said], dim=1)
+        expected = model.generate(conversation, **options)
         print(
-            f"turn {turn + 1}: {chat.shape[1]} tokens, {cache.restored_tokens} restored "
-            f"{cache.restored_by_tier}, {seconds:.2f} s, {saved_pages} pages saved, "
+            f"turn {turn + 1}: {conversation.shape[1]} tokens, {attached.last.restored_tokens} "
+            f"restored {attached.last.restored_by_tier}, {seconds:.2f} s, "
+            f"{attached.last.saved_pages} pages saved, "
             f"same as without a store: {torch.equal(reply, expected)}"
         )
-        chat = torch.cat([reply, torch.randint(512, (1, 100))], dim=1)  # the user's next message
+        conversation = expected

@@ -25,7 +25,7 @@ LEVELS: tuple[frozenset[str], ...] = tuple(
         "room counters transfer orders manifest",
         "planner",
         "mover decider",
-        "run hbm_pages",
+        "run hbm_pages session",
         "carrier",
         "store disk_store",
         "plugins",

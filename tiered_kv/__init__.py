@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     )
     from tiered_kv.keys import KeyChain, Multimodal, Namespace, PageKey, page_keys
     from tiered_kv.layout import KVLayout
+    from tiered_kv.session import Session
     from tiered_kv.store import PageState, PrefixMatch, TieredStore
     from tiered_kv.transfer import Transfer
 
@@ -35,6 +36,7 @@ _HOMES = {
     "PageKey": "keys",
     "PageState": "store",
     "PrefixMatch": "store",
+    "Session": "session",
     "StoreClosedError": "errors",
     "StoreConfig": "config",
     "StoreStats": "counters",
@@ -57,6 +59,7 @@ __all__ = [
     "PageKey",
     "PageState",
     "PrefixMatch",
+    "Session",
     "StoreClosedError",
     "StoreConfig",
     "StoreStats",

@@ -23,6 +23,7 @@ from tiered_kv.mover import Mover
 from tiered_kv.plan import DISK, HBM, HOST, LOAD_ALL, Gate, Plan
 from tiered_kv.planner import Planner, StoredPage
 from tiered_kv.run import Run
+from tiered_kv.session import Session, open_transcripts
 from tiered_kv.storage.base import CheckReport, Tier
 from tiered_kv.storage.disk import DiskTier
 from tiered_kv.storage.hbm import HbmTier
@@ -100,6 +101,7 @@ class TieredStore:
         if disk is None and config.disk is not None:
             disk, found = self._open_disk(layout, config)
         self._disk = disk
+        self._transcripts = open_transcripts(disk, int(config.host))
         self._planner = Planner(
             {tier.name: tier for tier in self._tiers()},
             self.capacity_pages(),
@@ -162,9 +164,16 @@ class TieredStore:
             lora: adapter the KV is computed with.
             multimodal: images and sounds in the prompt.
         """
-        model = self.config.model_name or self.layout.model
-        namespace = Namespace(model, self._key_layout, salt, lora)
+        namespace = self._namespace(salt, lora)
         return page_keys(token_ids, self.layout.page_tokens, namespace, multimodal=multimodal)
+
+    def session(self, session_id: str, *, salt: str = "", lora: str = "") -> Session:
+        """A conversation by its id, with what was kept of it; reads a small file."""
+        namespace = self._namespace(salt, lora)
+        return Session(session_id, namespace, self._transcripts, self.layout.page_tokens)
+
+    def _namespace(self, salt: str, lora: str) -> Namespace:
+        return Namespace(self.config.model_name or self.layout.model, self._key_layout, salt, lora)
 
     def match(self, keys: Sequence[PageKey]) -> PrefixMatch:
         """The longest stored prefix of `keys`. Moves nothing, changes nothing."""
@@ -377,6 +386,7 @@ class TieredStore:
                 return
             self._is_closed = True
             self.hbm.close()
+            self._transcripts.close()
         try:
             self._mover.wait_idle()
             self._flush()

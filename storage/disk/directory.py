@@ -26,6 +26,7 @@ MARKER = "format.json"
 LOCK = "tiered-kv.lock"
 SEGMENTS = "segments"
 CATALOG = "catalog"
+SESSIONS = "sessions"  # belongs to storage/transcripts.py; made when first used
 _READING = "reading"
 _UNFINISHED = frozenset({LOCK, MARKER + ".tmp"})  # what a creation that was killed can leave
 _MAX_MARKER_BYTES = 1 << 16

@@ -17,6 +17,8 @@ _CATALOG_BASE_BYTES = 256 << 10
 _CATALOG_PAGE_BYTES = 1 << 10
 _FIXED_BYTES = 64 << 10  # directories, lock, marker and its replacement, probe
 _SEGMENT_EXTRA_BYTES = BLOCK_BYTES + 64  # a block of file system extents, a directory entry
+_SESSION_SHARE = 256  # of the capacity, a token's id being 4 bytes and its K and V kilobytes
+_MAX_SESSION_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,17 @@ class Geometry:
         """Pages the store promises to hold; the rest is room for compaction to make progress."""
         return (self.segments - _SPARE_SEGMENTS) * self.segment_live_pages
 
+    @property
+    def session_bytes(self) -> int:
+        """What the pages leave for the token ids of sessions; none in a store older than these."""
+        pages = self.segments * (self.segment_bytes + _SEGMENT_EXTRA_BYTES)
+        left = self.capacity_bytes - pages - self.catalog_bytes - _FIXED_BYTES
+        return max(0, min(_session_bytes(self.capacity_bytes), left))
+
+
+def _session_bytes(capacity_bytes: int) -> int:
+    return min(capacity_bytes // _SESSION_SHARE, _MAX_SESSION_BYTES)
+
 
 def _segment_live_pages(segment_bytes: int, stride_bytes: int) -> int:
     alone = segment_bytes // (stride_bytes + BLOCK_BYTES)  # every page in an extent of its own
@@ -65,7 +78,7 @@ def _catalog_bytes(capacity_bytes: int, stride_bytes: int) -> int:
 
 def _fill(page_bytes: int, capacity_bytes: int, segment_bytes: int) -> Geometry:
     catalog_bytes = _catalog_bytes(capacity_bytes, round_up(page_bytes))
-    room = capacity_bytes - catalog_bytes - _FIXED_BYTES
+    room = capacity_bytes - catalog_bytes - _FIXED_BYTES - _session_bytes(capacity_bytes)
     segments = max(0, room // (segment_bytes + _SEGMENT_EXTRA_BYTES))
     return Geometry(page_bytes, capacity_bytes, segment_bytes, segments, catalog_bytes)
 
@@ -75,7 +88,8 @@ def minimum_capacity_bytes(page_bytes: int) -> int:
     stride = round_up(page_bytes)
     segments = MIN_SEGMENTS * (2 * (stride + BLOCK_BYTES) + _SEGMENT_EXTRA_BYTES)
     wanted = segments + _CATALOG_BASE_BYTES + _FIXED_BYTES + 2 * BLOCK_BYTES
-    return round_up(wanted * stride // (stride - _CATALOG_PAGE_BYTES) + BLOCK_BYTES)
+    shared = _CATALOG_PAGE_BYTES + stride // _SESSION_SHARE + 1  # grow with the capacity
+    return round_up(wanted * stride // (stride - shared) + BLOCK_BYTES)
 
 
 def plan_geometry(page_bytes: int, capacity_bytes: int) -> Geometry:

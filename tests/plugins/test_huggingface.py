@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,26 @@ import torch
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
+from huggingface_rig import (  # noqa: E402
+    MODELS,
+    PAGE_TOKENS,
+    SIZES,
+    VOCABULARY,
+    Passes,
+    build_model,
+    converse,
+    generate,
+    kept_by,
+    logits,
+    on_one_thread,
+    random_tokens,
+    shared_model,
+    small_store,
+    whole_pages,
+)
+
 from tiered_kv.config import StoreConfig  # noqa: E402
-from tiered_kv.errors import ConfigError, LayoutMismatchError  # noqa: E402
+from tiered_kv.errors import ConfigError, LayoutMismatchError, TieredKVError  # noqa: E402
 from tiered_kv.layout import KVLayout  # noqa: E402
 from tiered_kv.plugins import huggingface, huggingface_layer  # noqa: E402
 from tiered_kv.plugins.huggingface import (  # noqa: E402
@@ -22,118 +39,13 @@ from tiered_kv.plugins.huggingface import (  # noqa: E402
     layout_for,
     model_fingerprint,
 )
+from tiered_kv.plugins.huggingface_model import layer_shapes  # noqa: E402
 from tiered_kv.store import TieredStore  # noqa: E402
-
-transformers.logging.set_verbosity_error()
-
-PAGE_TOKENS = 16
-VOCABULARY = 128
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
-LATENT = {
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 32,
-    "q_lora_rank": 32,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 24,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "moe_intermediate_size": 32,
-}
-WINDOW = {"sliding_window": 24}  # much shorter than any context below
-MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama": ("LlamaForCausalLM", "LlamaConfig", {}),
-    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {"head_dim": 32}),
-    "mistral": ("MistralForCausalLM", "MistralConfig", WINDOW),
-    "gemma3": (
-        "Gemma3ForCausalLM",
-        "Gemma3TextConfig",
-        {**WINDOW, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]},
-    ),
-    "deepseek_v3": ("DeepseekV3ForCausalLM", "DeepseekV3Config", LATENT),
-}
-
-
-def build_model(name: str, seed: int = 7, **changes: Any) -> Any:
-    model_class, config_class, extra = MODELS[name]
-    config = getattr(transformers, config_class)(**{**SIZES, **extra, **changes})
-    torch.manual_seed(seed)
-    return getattr(transformers, model_class)(config).eval()
-
-
-shared_model = functools.cache(build_model)
-
-
-def open_store(
-    model: Any, directory: Path | None = None, *, hbm_pages: int = 16, host_pages: int = 64
-) -> TieredStore:
-    layout = layout_for(model, PAGE_TOKENS)
-    config = StoreConfig.parse(
-        hbm=hbm_pages * layout.page_bytes,
-        host=host_pages * layout.page_bytes,
-        disk=directory,
-        disk_size=None if directory is None else "64MiB",
-        device="cpu",
-        model_name=model_fingerprint(model),
-    )
-    return TieredStore.open(layout, config)
-
-
-def random_tokens(count: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(2, VOCABULARY, (1, count), generator=generator)
-
-
-def generate(model: Any, prompt: torch.Tensor, cache: Any = None, **options: Any) -> torch.Tensor:
-    given = {} if cache is None else {CACHE_ARGUMENT: cache}
-    options = {"max_new_tokens": 16, "do_sample": False, **options}
-    output: torch.Tensor = model.generate(prompt, **given, **options)
-    return output
-
-
-@torch.no_grad()
-def logits(model: Any, tokens: torch.Tensor, cache: Any = None) -> torch.Tensor:
-    given = {} if cache is None else {CACHE_ARGUMENT: cache}
-    output: torch.Tensor = model(tokens, **given).logits
-    return output
-
-
-def converse(model: Any, store: TieredStore, prompt: torch.Tensor) -> torch.Tensor:
-    """One turn: restore, generate, save all of it."""
-    cache = TieredCache.restore(store, prompt)
-    output = generate(model, prompt, cache)
-    cache.save(output)
-    return output
-
-
-def kept_by(cache: Any) -> list[torch.Tensor]:
-    return [side for layer in cache.layers for side in (layer.keys, layer.values)]
-
-
-def whole_pages(tokens: int) -> int:
-    return tokens // PAGE_TOKENS * PAGE_TOKENS
 
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Matrices this small lose time on a second thread, and much of it on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    yield from on_one_thread()
 
 
 @pytest.fixture(params=sorted(MODELS))
@@ -146,6 +58,12 @@ def model(name: str) -> Any:
     return shared_model(name)
 
 
+@pytest.fixture(params=["deepseek_v3", "gemma3", "llama"])
+def one_of_a_kind(request: pytest.FixtureRequest) -> Any:
+    """One with latents, one with windows, one with neither."""
+    return shared_model(request.param)
+
+
 @pytest.fixture
 def llama() -> Any:
     return shared_model("llama")
@@ -154,7 +72,7 @@ def llama() -> Any:
 def test_continuation_of_a_restored_prefix_equals_recomputing_it(model: Any) -> None:
     prefix, rest = random_tokens(100, seed=1), random_tokens(30, seed=2)
     prompt = torch.cat([prefix, rest], dim=1)
-    with open_store(model) as store:
+    with small_store(model) as store:
         first = TieredCache.restore(store, prefix)
         logits(model, prefix, first)
         assert first.save() == 6
@@ -176,7 +94,7 @@ def test_restored_cache_equals_the_cache_it_was_saved_from_bit_for_bit(
     prefix, rest = random_tokens(96, seed=3), random_tokens(25, seed=4)
     kept = transformers.DynamicCache()  # without a config: every token of sliding layers too
     logits(model, prefix, kept)
-    with open_store(model) as store:
+    with small_store(model) as store:
         first = TieredCache.restore(store, prefix)
         logits(model, prefix, first)
         first.save()
@@ -187,15 +105,15 @@ def test_restored_cache_equals_the_cache_it_was_saved_from_bit_for_bit(
     assert torch.equal(logits(model, rest, cache), logits(model, rest, kept))
 
 
-def test_turns_of_a_conversation_restore_what_the_turn_before_saved(model: Any) -> None:
+def test_turns_of_a_conversation_restore_what_the_turn_before_saved(one_of_a_kind: Any) -> None:
     tokens = random_tokens(40, seed=5)
     saved = 0
-    with open_store(model) as store:
+    with small_store(one_of_a_kind) as store:
         for turn in range(3):
             cache = TieredCache.restore(store, tokens)
             assert cache.restored_tokens == whole_pages(saved)
-            output = generate(model, tokens, cache)
-            assert torch.equal(output, generate(model, tokens))
+            output = generate(one_of_a_kind, tokens, cache)
+            assert torch.equal(output, generate(one_of_a_kind, tokens))
             cache.save(output)
             saved = output.shape[1] - 1  # the last token has no K and V yet
             tokens = torch.cat([output, random_tokens(23, seed=10 + turn)], dim=1)
@@ -203,7 +121,7 @@ def test_turns_of_a_conversation_restore_what_the_turn_before_saved(model: Any) 
 
 def test_one_cache_serves_several_turns_and_saves_each(llama: Any) -> None:
     prompt = random_tokens(40, seed=5)
-    with open_store(llama) as store:
+    with small_store(llama) as store:
         cache = TieredCache.restore(store, prompt)
         output = generate(llama, prompt, cache)
         assert cache.save(output) == 3
@@ -215,54 +133,54 @@ def test_one_cache_serves_several_turns_and_saves_each(llama: Any) -> None:
 
 
 def test_prefix_comes_back_from_disk_after_the_store_was_reopened(
-    model: Any, tmp_path: Path
+    one_of_a_kind: Any, tmp_path: Path
 ) -> None:
     prompt = random_tokens(70, seed=7)
-    with open_store(model, tmp_path) as store:
-        output = converse(model, store, prompt)
+    with small_store(one_of_a_kind, tmp_path) as store:
+        output = converse(one_of_a_kind, store, prompt)
     longer = torch.cat([output, random_tokens(9, seed=8)], dim=1)
-    with open_store(model, tmp_path) as store:
+    with small_store(one_of_a_kind, tmp_path) as store:
         cache = TieredCache.restore(store, longer)
         assert cache.restored_tokens == whole_pages(85)
         assert cache.restored_by_tier == {"disk": whole_pages(85)}
-        assert torch.equal(generate(model, longer, cache), generate(model, longer))
+        assert torch.equal(generate(one_of_a_kind, longer, cache), generate(one_of_a_kind, longer))
 
 
 @pytest.mark.parametrize("hbm_pages", [1, 3])
 def test_prefix_longer_than_hbm_goes_out_and_comes_back_in_pieces(
-    model: Any, hbm_pages: int
+    one_of_a_kind: Any, hbm_pages: int
 ) -> None:
     prompt = random_tokens(150, seed=9)
-    with open_store(model, hbm_pages=hbm_pages) as store:
-        output = converse(model, store, prompt)
+    with small_store(one_of_a_kind, hbm_pages=hbm_pages) as store:
+        output = converse(one_of_a_kind, store, prompt)
         longer = torch.cat([output, random_tokens(9, seed=8)], dim=1)
         cache = TieredCache.restore(store, longer)
         assert cache.restored_tokens == whole_pages(165)
         assert sum(cache.restored_by_tier.values()) == cache.restored_tokens
-        assert torch.equal(generate(model, longer, cache), generate(model, longer))
+        assert torch.equal(generate(one_of_a_kind, longer, cache), generate(one_of_a_kind, longer))
 
 
-def test_nothing_stored_makes_an_ordinary_cache(model: Any) -> None:
+def test_nothing_stored_makes_an_ordinary_cache(one_of_a_kind: Any) -> None:
     prompt = random_tokens(40, seed=11)
-    with open_store(model) as store:
+    with small_store(one_of_a_kind) as store:
         cache = TieredCache.restore(store, prompt)
         assert (cache.restored_tokens, cache.restored_by_tier) == (0, {})
-        assert torch.equal(generate(model, prompt, cache), generate(model, prompt))
+        assert torch.equal(generate(one_of_a_kind, prompt, cache), generate(one_of_a_kind, prompt))
 
 
-def test_prompts_that_diverge_share_only_their_common_pages(model: Any) -> None:
+def test_prompts_that_diverge_share_only_their_common_pages(one_of_a_kind: Any) -> None:
     common = random_tokens(50, seed=12)
-    with open_store(model) as store:
-        converse(model, store, torch.cat([common, random_tokens(40, seed=13)], dim=1))
+    with small_store(one_of_a_kind) as store:
+        converse(one_of_a_kind, store, torch.cat([common, random_tokens(40, seed=13)], dim=1))
         other = torch.cat([common, random_tokens(40, seed=14)], dim=1)
         cache = TieredCache.restore(store, other)
         assert cache.restored_tokens == 48
-        assert torch.equal(generate(model, other, cache), generate(model, other))
+        assert torch.equal(generate(one_of_a_kind, other, cache), generate(one_of_a_kind, other))
 
 
 def test_last_token_of_a_prompt_is_never_restored(llama: Any) -> None:
     prompt = random_tokens(3 * PAGE_TOKENS, seed=15)
-    with open_store(llama) as store:
+    with small_store(llama) as store:
         converse(llama, store, prompt)
         cache = TieredCache.restore(store, prompt)
         assert cache.restored_tokens == 2 * PAGE_TOKENS
@@ -271,7 +189,7 @@ def test_last_token_of_a_prompt_is_never_restored(llama: Any) -> None:
 
 
 def test_page_that_is_not_full_is_not_stored(llama: Any) -> None:
-    with open_store(llama) as store:
+    with small_store(llama) as store:
         prompt = random_tokens(PAGE_TOKENS - 2, seed=16)
         cache = TieredCache.restore(store, prompt)
         output = generate(llama, prompt, cache, max_new_tokens=2)
@@ -285,10 +203,10 @@ def test_damaged_disk_page_ends_the_prefix_and_outputs_stay_right(
     llama: Any, tmp_path: Path
 ) -> None:
     prompt = random_tokens(150, seed=17)
-    with open_store(llama, tmp_path) as store:
+    with small_store(llama, tmp_path) as store:
         converse(llama, store, prompt)
     flip_a_byte_of_page(llama, tmp_path, prompt, page=5)
-    with open_store(llama, tmp_path) as store:
+    with small_store(llama, tmp_path) as store:
         cache = TieredCache.restore(store, prompt)
         assert cache.restored_tokens == 5 * PAGE_TOKENS
         assert store.stats().checksums_failed == 1
@@ -296,6 +214,30 @@ def test_damaged_disk_page_ends_the_prefix_and_outputs_stay_right(
         assert torch.equal(output, generate(llama, prompt))
         assert cache.save(output) > 0  # what was lost is stored again
         assert TieredCache.restore(store, prompt).restored_tokens == whole_pages(149)
+
+
+@pytest.mark.parametrize("side", ["keys", "values"])
+def test_stored_kv_that_is_a_little_wrong_gives_other_logits(model: Any, side: str) -> None:
+    """The control of all tests here: without it, equal logits would say nothing about the KV.
+
+    Memory carries no checksums, so the pages can be changed there without being missed.
+    """
+    prompt = random_tokens(100, seed=17)
+    with small_store(model) as store:
+        converse(model, store, prompt)
+        keys = store.keys(prompt[0, :-1])
+        with store.get(keys) as load:
+            assert load.wait() == 6
+            cut = layer_shapes(store.layout)[0]
+            for layer in store.hbm.layers:
+                page = layer[load.slots[5]].view(torch.float32)
+                at = cut.heads * PAGE_TOKENS * cut.key_dim
+                wrong = page[:at] if side == "keys" else page[at:]
+                wrong += 0.1 * wrong.std() * torch.randn(wrong.shape)
+        cache = TieredCache.restore(store, prompt)
+        assert cache.restored_tokens == 96
+        difference = logits(model, prompt[:, 96:], cache) - logits(model, prompt)[:, 96:]
+        assert difference.abs().max() > 1e-3  # a hundred times what the other tests allow
 
 
 def flip_a_byte_of_page(model: Any, directory: Path, prompt: torch.Tensor, page: int) -> None:
@@ -317,7 +259,7 @@ def flip_a_byte_of_page(model: Any, directory: Path, prompt: torch.Tensor, page:
 
 def test_save_without_tokens_stores_the_prompt_only(llama: Any) -> None:
     prompt = random_tokens(40, seed=18)
-    with open_store(llama) as store:
+    with small_store(llama) as store:
         cache = TieredCache.restore(store, prompt)
         assert cache.save() == 0  # nothing computed yet
         output = generate(llama, prompt, cache, max_new_tokens=40)
@@ -326,9 +268,44 @@ def test_save_without_tokens_stores_the_prompt_only(llama: Any) -> None:
         assert cache.save() == 0
 
 
+def then_raise(error: BaseException, done: torch.Tensor) -> None:
+    raise error
+
+
+def test_cache_as_a_context_saves_its_prompt_on_exit(llama: Any) -> None:
+    prompt = random_tokens(50, seed=18)
+    with small_store(llama) as store:
+        with TieredCache.restore(store, prompt) as cache:
+            generate(llama, prompt, cache)
+        assert store.match(store.keys(prompt[0])).pages == 3
+        longer = torch.cat([prompt, random_tokens(40, seed=19)], dim=1)
+        with pytest.raises(KeyboardInterrupt), TieredCache.restore(store, longer) as cache:
+            then_raise(KeyboardInterrupt(), logits(llama, longer[:, 48:], cache))
+        assert store.match(store.keys(longer[0])).pages == 5
+
+
+def test_error_in_a_context_is_not_hidden_by_one_of_saving(
+    llama: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*args: Any) -> None:
+        raise TieredKVError("the bus is gone")
+
+    prompt = random_tokens(50, seed=18)
+    with small_store(llama) as store:
+        monkeypatch.setattr(store, "put", broken)
+        with pytest.raises(RuntimeError, match="mine"), TieredCache.restore(store, prompt) as cache:
+            then_raise(RuntimeError("mine"), generate(llama, prompt, cache))
+        assert "could not be saved" in caplog.text
+        with (
+            pytest.raises(TieredKVError, match="bus"),
+            TieredCache.restore(store, prompt) as cache,
+        ):
+            generate(llama, prompt, cache)
+
+
 def test_token_ids_may_be_a_list_an_array_or_a_tensor(llama: Any) -> None:
     prompt = random_tokens(40, seed=19)
-    with open_store(llama) as store:
+    with small_store(llama) as store:
         output = converse(llama, store, prompt)
         for same in (output, output[0], output[0].tolist(), output.numpy(), output[0].numpy()):
             cache = TieredCache.restore(store, same)
@@ -338,7 +315,7 @@ def test_token_ids_may_be_a_list_an_array_or_a_tensor(llama: Any) -> None:
 
 def test_save_refuses_tokens_that_contradict_the_cache(llama: Any) -> None:
     prompt = random_tokens(40, seed=20)
-    with open_store(llama) as store:
+    with small_store(llama) as store:
         cache = TieredCache.restore(store, prompt)
         output = generate(llama, prompt, cache)
         other = output.clone()
@@ -349,14 +326,14 @@ def test_save_refuses_tokens_that_contradict_the_cache(llama: Any) -> None:
             cache.save(output[:, 40:])  # only the reply
         with pytest.raises(ValueError, match="has 57 tokens, the cache holds only 55"):
             cache.save(torch.cat([output, output[:, :1]], dim=1))
-        with pytest.raises(ValueError, match="one sequence, not a batch of 2"):
+        with pytest.raises(ValueError, match="has 2 sequences, this cache was restored for 1"):
             cache.save(output.repeat(2, 1))
         assert store.match(store.keys(output[0])).pages == 0
 
 
 def test_pages_that_find_no_room_are_not_stored_and_nothing_fails(llama: Any) -> None:
     prompt = random_tokens(150, seed=21)
-    with open_store(llama, hbm_pages=2, host_pages=4) as store:
+    with small_store(llama, hbm_pages=2, host_pages=4) as store:
         cache = TieredCache.restore(store, prompt)
         output = generate(llama, prompt, cache)
         assert 0 < cache.save(output) <= 10
@@ -367,7 +344,7 @@ def test_pages_that_find_no_room_are_not_stored_and_nothing_fails(llama: Any) ->
 
 def test_salts_and_adapters_do_not_share_pages(llama: Any) -> None:
     prompt = random_tokens(40, seed=22)
-    with open_store(llama) as store:
+    with small_store(llama) as store:
         cache = TieredCache.restore(store, prompt, salt="a", lora="x")
         cache.save(generate(llama, prompt, cache))
         assert TieredCache.restore(store, prompt, salt="a", lora="x").restored_tokens == 32
@@ -375,18 +352,29 @@ def test_salts_and_adapters_do_not_share_pages(llama: Any) -> None:
         assert TieredCache.restore(store, prompt, salt="a").restored_tokens == 0
 
 
-def test_assisted_decoding_crops_the_cache_it_fills(llama: Any) -> None:
+@pytest.mark.skipif(
+    not hasattr(transformers.Cache, "activate_past_recording"), reason="transformers before 5.15"
+)
+def test_assisted_decoding_is_refused_before_anything_is_computed(llama: Any) -> None:
     prompt = random_tokens(30, seed=23).repeat(1, 3)
-    with open_store(llama) as store:
+    with small_store(llama) as store, Passes(llama) as passes:
         cache = TieredCache.restore(store, prompt)
-        options = {"max_new_tokens": 40, "eos_token_id": 0}  # 5.0 cannot do it without an end
-        output = generate(llama, prompt, cache, prompt_lookup_num_tokens=3, **options)
-        assert torch.equal(output, generate(llama, prompt, **options))
-        cache.save(output)
-        longer = torch.cat([output, prompt], dim=1)
-        again = TieredCache.restore(store, longer)
-        assert again.restored_tokens == whole_pages(output.shape[1] - 1)
-        assert torch.equal(generate(llama, longer, again), generate(llama, longer))
+        with pytest.raises(ConfigError, match="assisted decoding recomputes") as info:
+            generate(llama, prompt, cache, prompt_lookup_num_tokens=3, eos_token_id=0)
+        assert "\n" not in str(info.value)
+        assert passes.columns == []
+
+
+def test_searches_that_move_rows_of_a_cache_are_refused(llama: Any) -> None:
+    with small_store(llama) as store:
+        cache = TieredCache.restore(store, random_tokens(40, seed=23))
+        refused = pytest.raises(ConfigError, match="takes greedy search and sampling alone")
+        with refused:
+            cache.reorder_cache(torch.tensor([0]))
+        with refused:
+            cache.batch_repeat_interleave(2)
+        with refused:
+            cache.batch_select_indices(torch.tensor([0]))
 
 
 def test_prompt_computed_again_behind_its_restored_prefix_is_refused(llama: Any) -> None:
@@ -395,19 +383,23 @@ def test_prompt_computed_again_behind_its_restored_prefix_is_refused(llama: Any)
     With a filled cache, a plain DynamicCache too, its output silently differs from greedy search.
     """
     prompt = random_tokens(30, seed=23).repeat(1, 3)
-    with open_store(llama) as store:
+    with small_store(llama) as store:
         converse(llama, store, prompt)
         cache = TieredCache.restore(store, prompt)
-        with pytest.raises(ValueError, match="computes 90 tokens, 10 are left of the prompt"):
+        with pytest.raises(ValueError, match=r"computes 90 tokens, 10 are left .* behind 80"):
             logits(llama, prompt, cache)
         cache = TieredCache.restore(store, prompt)
         with pytest.raises(ValueError, match="computes 11 tokens, 10 are left of the prompt"):
             generate(llama, torch.cat([prompt, prompt[:, :1]], dim=1), cache)
+        cache = TieredCache.restore(store, prompt)
+        logits(llama, prompt[:, 80:86], cache)  # in chunks, too
+        with pytest.raises(ValueError, match=r"computes 6 tokens, 4 are left .* behind 86"):
+            logits(llama, prompt[:, 80:86], cache)
 
 
 def test_cache_filled_with_gradients_is_saved_like_any_other(llama: Any) -> None:
     prompt = random_tokens(50, seed=24)
-    with open_store(llama) as store:
+    with small_store(llama) as store:
         cache = TieredCache.restore(store, prompt)
         llama(prompt[:, :40], **{CACHE_ARGUMENT: cache}).logits.sum().backward()
         logits(llama, prompt[:, 40:], cache)
@@ -417,7 +409,7 @@ def test_cache_filled_with_gradients_is_saved_like_any_other(llama: Any) -> None
 
 def test_cache_filled_in_inference_mode_can_be_continued_outside(llama: Any) -> None:
     prompt = random_tokens(50, seed=25)
-    with open_store(llama) as store:
+    with small_store(llama) as store:
         cache = TieredCache.restore(store, prompt)
         with torch.inference_mode():
             llama(prompt[:, :40], **{CACHE_ARGUMENT: cache})
@@ -430,7 +422,7 @@ def test_generation_past_the_room_of_a_layer_keeps_the_prefix(
 ) -> None:
     monkeypatch.setattr(huggingface_layer, "GROWTH_TOKENS", 5)
     prompt = random_tokens(33, seed=26)
-    with open_store(llama) as store:
+    with small_store(llama) as store:
         converse(llama, store, prompt)
         cache = TieredCache.restore(store, prompt)
         output = generate(llama, prompt, cache, max_new_tokens=40)
@@ -440,7 +432,7 @@ def test_generation_past_the_room_of_a_layer_keeps_the_prefix(
 
 def test_reset_empties_the_cache(llama: Any) -> None:
     prompt = random_tokens(40, seed=27)
-    with open_store(llama) as store:
+    with small_store(llama) as store:
         converse(llama, store, prompt)
         cache = TieredCache.restore(store, prompt)
         cache.reset()
@@ -449,22 +441,22 @@ def test_reset_empties_the_cache(llama: Any) -> None:
 
 
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_return_sequences": 2}])
-def test_more_than_one_sequence_is_refused(llama: Any, options: dict[str, int]) -> None:
+def test_more_sequences_than_were_restored_are_refused(llama: Any, options: dict[str, int]) -> None:
     prompt = random_tokens(40, seed=28)
-    with open_store(llama) as store:
+    with small_store(llama) as store:
         cache = TieredCache.restore(store, prompt)
         options = {"do_sample": "num_beams" not in options, **options}
-        with pytest.raises(ValueError, match="one sequence, not a batch of"):
+        with pytest.raises(ValueError, match=r"sequences, this cache was restored for 1: .*beams"):
             generate(llama, prompt, cache, **options)
-        with pytest.raises(ValueError, match="one sequence, not a batch of 2"):
-            TieredCache.restore(store, prompt.repeat(2, 1))
+        assert cache.get_seq_length() == 0
+        assert cache.save() == 0
         with pytest.raises(ValueError, match="token_ids is empty"):
             TieredCache.restore(store, [])
 
 
 def test_model_that_does_not_fit_the_layout_is_refused(llama: Any) -> None:
     prompt = random_tokens(40, seed=29)
-    with open_store(llama) as store:
+    with small_store(llama) as store:
         with pytest.raises(LayoutMismatchError, match="layer 0 of the model makes 2 heads of 32"):
             generate(shared_model("qwen3"), prompt, TieredCache.restore(store, prompt))
         deeper = build_model("llama", num_hidden_layers=3)
@@ -497,6 +489,20 @@ UNSUPPORTED: dict[str, tuple[str, str, dict[str, Any], str]] = {
         "MambaConfig",
         {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1},
         "(not K and V of every token|filled 0 of 1 layers)",  # transformers 5.24, 5.0
+    ),
+    "positions of columns": (
+        "BartForCausalLM",
+        "BartConfig",
+        {
+            "vocab_size": 8,
+            "d_model": 8,
+            "encoder_layers": 1,
+            "decoder_layers": 1,
+            "decoder_attention_heads": 2,
+            "decoder_ffn_dim": 8,
+            "forced_eos_token_id": None,
+        },
+        "its K and V change with the padding",
     ),
     "dynamic-rope": (
         "LlamaForCausalLM",
@@ -549,10 +555,10 @@ def test_fingerprint_is_that_of_the_weights(llama: Any, tmp_path: Path) -> None:
 
 def test_models_with_other_weights_never_share_pages(llama: Any, tmp_path: Path) -> None:
     prompt = random_tokens(40, seed=30)
-    with open_store(llama, tmp_path) as store:
+    with small_store(llama, tmp_path) as store:
         converse(llama, store, prompt)
     other = build_model("llama", seed=8)
-    with open_store(other, tmp_path) as store:
+    with small_store(other, tmp_path) as store:
         assert TieredCache.restore(store, prompt).restored_tokens == 0
         assert torch.equal(converse(other, store, prompt), generate(other, prompt))
 

@@ -29,6 +29,7 @@ _FORWARD = inspect.signature(transformers.LlamaForCausalLM.forward).parameters
 CACHE_ARGUMENT = "cache" if "cache" in _FORWARD else "past_key_values"
 """What `generate` and a model's `forward` call their cache: "cache" since transformers 5.24."""
 
+_ROUNDING = 0.05  # of the largest: what other matrix shapes may change in 8-bit floats
 _SAMPLES = 64  # values of each tensor that enter a model's fingerprint
 # What a config says of the run or of how it was loaded, not of the weights.
 _NOT_THE_MODEL = ("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
@@ -54,7 +55,7 @@ class LayerShape:
 
 
 def layout_for(model: Any, page_tokens: int = 64) -> KVLayout:
-    """The layout of what a transformers model caches, found by running it on one token.
+    """The layout of what a transformers model caches, found by running it on one token or two.
 
     It is `KVLayout.from_model_config` of the model's config wherever that agrees with what the
     model really caches. MLA is where it does not: there transformers caches two tensors, latent and
@@ -65,6 +66,7 @@ def layout_for(model: Any, page_tokens: int = 64) -> KVLayout:
     """
     _refuse_unsupported(model)
     shapes = _probed_shapes(model)
+    _refuse_positions_of_columns(model)
     dtypes = {shape.dtype for shape in shapes}
     if len(dtypes) > 1:
         raise _unsupported(model, f"its layers cache different dtypes ({dtypes})")
@@ -167,13 +169,8 @@ def _default_layers(model: Any) -> list[Any]:
     return list(DynamicCache(config=model.config).layers)
 
 
-@torch.no_grad()
 def _probed_shapes(model: Any) -> tuple[LayerShape, ...]:
-    cache = DynamicCache()
-    token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
-    model(input_ids=token, use_cache=True, **{CACHE_ARGUMENT: cache})
-    made: list[Any] = list(cache.layers)
-    layers = [layer for layer in made if layer.get_seq_length() == 1]
+    layers = [layer for layer in _cached(model, padding=0) if layer.get_seq_length() == 1]
     if len(layers) != len(_default_layers(model)):
         filled = f"{len(layers)} of {len(_default_layers(model))}"
         raise _unsupported(model, f"one token filled {filled} layers of its cache")
@@ -183,3 +180,24 @@ def _probed_shapes(model: Any) -> tuple[LayerShape, ...]:
         )
         for layer in layers
     )
+
+
+def _refuse_positions_of_columns(model: Any) -> None:
+    """K and V of a token must be the same wherever padding puts it: they are found by tokens."""
+    for side in ("keys", "values"):
+        alone, behind = (getattr(_cached(model, padding)[0], side)[:, :, -1] for padding in (0, 1))
+        if (alone - behind).abs().max() > _ROUNDING * alone.abs().max():
+            raise _unsupported(model, "its K and V change with the padding before a prompt")
+
+
+@torch.no_grad()
+def _cached(model: Any, padding: int) -> list[Any]:
+    """The cache layers of one token behind so many columns of padding."""
+    cache = DynamicCache()
+    mask = torch.tensor([[0] * padding + [1]], device=model.device)
+    takes = inspect.signature(model.forward).parameters
+    positions = {"position_ids": mask.cumsum(-1) - mask} if "position_ids" in takes else {}
+    model(
+        input_ids=mask, attention_mask=mask, use_cache=True, **positions, **{CACHE_ARGUMENT: cache}
+    )
+    return list(cache.layers)
