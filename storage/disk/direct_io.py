@@ -35,10 +35,13 @@ def aligned_buffer(n_bytes: int) -> PageBuffer:
     return np.frombuffer(mmap.mmap(-1, round_up(max(n_bytes, 1)), flags=flags), dtype=np.uint8)
 
 
-def is_aligned(buffer: PageBuffer) -> bool:
-    """Whether O_DIRECT can move this buffer as it is."""
-    address = buffer.__array_interface__["data"][0]
-    return bool(address % BLOCK_BYTES == 0 and buffer.nbytes % BLOCK_BYTES == 0)
+def is_aligned(*buffers: PageBuffer) -> bool:
+    """Whether O_DIRECT can move these buffers as they are."""
+    return all(
+        buffer.nbytes % BLOCK_BYTES == 0
+        and buffer.__array_interface__["data"][0] % BLOCK_BYTES == 0
+        for buffer in buffers
+    )
 
 
 def _remaining(vectors: Sequence[PageBuffer], done: int) -> list[Any]:
@@ -50,6 +53,8 @@ def _remaining(vectors: Sequence[PageBuffer], done: int) -> list[Any]:
         else:
             rest.append(memoryview(view)[done:])
             done = 0
+        if len(rest) == MAX_VECTORS:
+            break
     return rest
 
 
@@ -60,7 +65,7 @@ def read_exact(fd: int, vectors: Sequence[PageBuffer], offset: int) -> int:
         OSError: the medium failed, or the file ends too early (EIO).
     """
     total = sum(v.nbytes for v in vectors)
-    buffers: Any = vectors
+    buffers: Any = vectors[:MAX_VECTORS]
     done = os.preadv(fd, buffers, offset)
     while done < total:
         more = os.preadv(fd, _remaining(vectors, done), offset + done)
@@ -77,7 +82,7 @@ def write_exact(fd: int, vectors: Sequence[PageBuffer], offset: int) -> int:
         OSError: the medium failed or is full.
     """
     total = sum(v.nbytes for v in vectors)
-    buffers: Any = vectors
+    buffers: Any = vectors[:MAX_VECTORS]
     done = os.pwritev(fd, buffers, offset)
     while done < total:
         more = os.pwritev(fd, _remaining(vectors, done), offset + done)

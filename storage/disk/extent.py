@@ -70,10 +70,16 @@ class Extent:
     records: tuple[Record, ...]
 
 
-def checksum_of(payload: PageBuffer) -> bytes:
-    """xxh3-128 of a payload; releases the GIL."""
-    data: Any = payload
-    return xxhash.xxh3_128_digest(data)
+def checksum_of(*parts: PageBuffer) -> bytes:
+    """xxh3-128 of a payload in one piece or several; releases the GIL."""
+    first: Any = parts[0]
+    if len(parts) == 1:
+        return xxhash.xxh3_128_digest(first)
+    digest = xxhash.xxh3_128(first)
+    for part in parts[1:]:
+        following: Any = part
+        digest.update(following)
+    return digest.digest()
 
 
 def encode_header(extent: Extent, store_id: bytes, into: PageBuffer | None = None) -> PageBuffer:

@@ -19,6 +19,7 @@ from tiered_kv.storage.disk.extent import (
     encode_header,
 )
 from tiered_kv.storage.disk.geometry import EXTENT_RECORDS, Geometry
+from tiered_kv.storage.disk.parts import PartedPage, gather, parts_of
 from tiered_kv.storage.disk.records import Records
 from tiered_kv.storage.disk.segment import SegmentFiles
 
@@ -115,12 +116,11 @@ class SegmentLog:
             self._filling, generation, number, self._durable_below, start, n_bytes, placed
         )
 
-    def append(self, slots: Sequence[int], pages: Sequence[Page]) -> None:
+    def append(self, slots: Sequence[int], pages: Sequence[Page | PartedPage]) -> None:
         """Begin writing one extent; at most `places()` pages. They can change until `drain`."""
+        n_bytes = self._geometry.page_bytes
         new = [
-            Record(
-                page.key, page.parent, _UNSEALED, self._next_sequence + at, 0, 0, page.data.nbytes
-            )
+            Record(page.key, page.parent, _UNSEALED, self._next_sequence + at, 0, 0, n_bytes)
             for at, page in enumerate(pages)
         ]
         self._next_sequence += len(new)
@@ -164,25 +164,27 @@ class SegmentLog:
         """Stop the writing threads."""
         self._pool.shutdown(wait=True)
 
-    def _write_pages(self, extent: Extent, slots: Sequence[int], pages: Sequence[Page]) -> None:
+    def _write_pages(
+        self, extent: Extent, slots: Sequence[int], pages: Sequence[Page | PartedPage]
+    ) -> None:
         sealed = []
         for slot, record, page in zip(slots, extent.records, pages, strict=True):
-            checksum = checksum_of(page.data)
+            checksum = checksum_of(*parts_of(page))
             self._records.seal(slot, checksum)
             sealed.append(replace(record, checksum=checksum))
         extent = replace(extent, records=tuple(sealed))
-        if self._files.direct_io and not all(is_aligned(page.data) for page in pages):
+        if self._files.direct_io and not all(is_aligned(*parts_of(page)) for page in pages):
             self._write_staged(extent, pages)
             return
         vectors = [encode_header(extent, self._store_id)]
         padding = np.zeros(self._geometry.stride_bytes - self._geometry.page_bytes, np.uint8)
         for page in pages:
-            vectors.append(page.data)
+            vectors.extend(parts_of(page))
             if padding.nbytes:
                 vectors.append(padding)
         self._files.write(extent.segment, vectors, extent.offset)
 
-    def _write_staged(self, extent: Extent, pages: Sequence[Page]) -> None:
+    def _write_staged(self, extent: Extent, pages: Sequence[Page | PartedPage]) -> None:
         stride = self._geometry.stride_bytes
         staging: PageBuffer | None = getattr(self._own, "staging", None)
         if staging is None:
@@ -190,6 +192,6 @@ class SegmentLog:
             self._own.staging = staging
         for at, page in enumerate(pages):
             start = BLOCK_BYTES + at * stride
-            staging[start : start + page.data.nbytes] = page.data
-            staging[start + page.data.nbytes : start + stride] = 0
+            n_bytes = gather(parts_of(page), staging[start:])
+            staging[start + n_bytes : start + stride] = 0
         self.write_copy(extent, staging)

@@ -11,6 +11,7 @@ from tiered_kv.errors import CorruptPageError, TieredKVError, TierIOError
 from tiered_kv.storage.base import PageBuffer
 from tiered_kv.storage.disk.direct_io import BLOCK_BYTES, aligned_buffer, is_aligned
 from tiered_kv.storage.disk.extent import Record, checksum_of
+from tiered_kv.storage.disk.parts import PageParts, pieces, scatter
 from tiered_kv.storage.disk.records import LOST, Records
 from tiered_kv.storage.disk.runs import RUN_BYTES, Run, plan_runs
 from tiered_kv.storage.disk.segment import SegmentFiles
@@ -35,7 +36,7 @@ class PageReader:
         self._own = threading.local()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tiered-kv-disk-read")
 
-    def read(self, slots: Sequence[int], into: Sequence[PageBuffer]) -> list[Outcome]:
+    def read(self, slots: Sequence[int], into: Sequence[PageParts]) -> list[Outcome]:
         """Fill one buffer a slot; blocks. One outcome a slot, as `Tier.read` says."""
         outcomes: list[Outcome] = [None] * len(slots)
         wanted: list[tuple[int, Record]] = []
@@ -63,7 +64,7 @@ class PageReader:
             return CorruptPageError(message, tier="disk")
         return TierIOError(f"disk slot {slot} holds no page", tier="disk", errno=errno.ENODATA)
 
-    def _carry_out(self, run: Run, into: Sequence[PageBuffer], outcomes: list[Outcome]) -> None:
+    def _carry_out(self, run: Run, into: Sequence[PageParts], outcomes: list[Outcome]) -> None:
         try:
             self._fetch(run, into)
             for position, record in run.wanted:
@@ -80,7 +81,7 @@ class PageReader:
             self._records.release(run.segment, len(run.wanted))
 
     def _carry_out_single(
-        self, run: Run, into: Sequence[PageBuffer], outcomes: list[Outcome]
+        self, run: Run, into: Sequence[PageParts], outcomes: list[Outcome]
     ) -> None:
         position, record = run.wanted[0]
         try:
@@ -89,8 +90,10 @@ class PageReader:
         except OSError as error:
             outcomes[position] = self._failed(record, error)
 
-    def _fetch(self, run: Run, into: Sequence[PageBuffer]) -> None:
-        fits = not self._files.direct_io or all(is_aligned(into[at]) for at, _ in run.wanted)
+    def _fetch(self, run: Run, into: Sequence[PageParts]) -> None:
+        fits = not self._files.direct_io or all(
+            is_aligned(*pieces(into[at])) for at, _ in run.wanted
+        )
         if not fits:
             self._fetch_bounced(run, into)
             return
@@ -99,7 +102,7 @@ class PageReader:
         for position, record in run.wanted:
             if record.offset > end:  # padding and the header between two extents
                 vectors.extend(self._skipped(record.offset - end))
-            vectors.append(into[position])
+            vectors.extend(pieces(into[position]))
             end = record.offset + self._page_bytes
         self._files.read(run.segment, vectors, run.offset)
 
@@ -107,12 +110,12 @@ class PageReader:
         scratch = self._scratch("skip", 2 * BLOCK_BYTES)
         return [scratch[:n_bytes]]
 
-    def _fetch_bounced(self, run: Run, into: Sequence[PageBuffer]) -> None:
+    def _fetch_bounced(self, run: Run, into: Sequence[PageParts]) -> None:
         bounce = self._scratch("bounce", max(RUN_BYTES, self._stride))
         self._files.read(run.segment, [bounce[: run.n_bytes]], run.offset)
         for position, record in run.wanted:
             start = record.offset - run.offset
-            into[position][:] = bounce[start : start + self._page_bytes]
+            scatter(bounce[start : start + self._page_bytes], pieces(into[position]))
 
     def _scratch(self, name: str, n_bytes: int) -> PageBuffer:
         buffer: PageBuffer | None = getattr(self._own, name, None)
@@ -121,8 +124,8 @@ class PageReader:
             setattr(self._own, name, buffer)
         return buffer
 
-    def _verify(self, record: Record, data: PageBuffer) -> CorruptPageError | None:
-        if checksum_of(data) == record.checksum:
+    def _verify(self, record: Record, data: PageParts) -> CorruptPageError | None:
+        if checksum_of(*pieces(data)) == record.checksum:
             return None
         path = self._files.path(record.segment)
         return CorruptPageError(

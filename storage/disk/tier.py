@@ -10,14 +10,16 @@ from pathlib import Path
 
 from tiered_kv.errors import StoreClosedError, TieredKVError, TierIOError
 from tiered_kv.keys import KEY_BYTES
-from tiered_kv.storage.base import Page, PageBuffer, SlotPool, Tier
+from tiered_kv.slots import SlotPool
+from tiered_kv.storage.base import Page, PageBuffer, Tier
 from tiered_kv.storage.disk.audit import Audit, DiskReport
 from tiered_kv.storage.disk.compaction import Compaction
 from tiered_kv.storage.disk.direct_io import probe_direct
-from tiered_kv.storage.disk.directory import StoreDirectory, no_space
+from tiered_kv.storage.disk.directory import SESSIONS, StoreDirectory, no_space
 from tiered_kv.storage.disk.extent import Record
 from tiered_kv.storage.disk.geometry import Geometry
 from tiered_kv.storage.disk.log import SegmentLog
+from tiered_kv.storage.disk.parts import PageParts, PartedPage, parts_of, pieces
 from tiered_kv.storage.disk.reader import PageReader
 from tiered_kv.storage.disk.records import Records, StoredPage
 from tiered_kv.storage.disk.recovery import Recovered, recover
@@ -139,6 +141,11 @@ class DiskTier(Tier):
         return self._directory.disk_usage_bytes()
 
     @property
+    def session_folder(self) -> tuple[Path, int]:
+        """Where the token ids of sessions may be kept, and how many bytes they may take there."""
+        return self._directory.path / SESSIONS, self._geometry.session_bytes
+
+    @property
     def direct_io(self) -> bool:
         """Whether I/O goes past the page cache (O_DIRECT)."""
         return self._files.direct_io
@@ -184,7 +191,7 @@ class DiskTier(Tier):
             self._slots.free(slots)
             self._records.forget(slots)
 
-    def write(self, slots: Sequence[int], pages: Sequence[Page]) -> None:
+    def write(self, slots: Sequence[int], pages: Sequence[Page | PartedPage]) -> None:
         """Store pages and wait until they are durable: data, fdatasync, then one catalog commit.
 
         A slot that held a page loses it, also when this raises. One write runs at a time.
@@ -212,7 +219,7 @@ class DiskTier(Tier):
             self._records.publish(slots)
             self._written_user_bytes += len(slots) * self.page_bytes
 
-    def _append(self, slots: Sequence[int], pages: Sequence[Page]) -> None:
+    def _append(self, slots: Sequence[int], pages: Sequence[Page | PartedPage]) -> None:
         done = 0
         while done < len(slots):
             self._compaction.make_room()
@@ -221,7 +228,7 @@ class DiskTier(Tier):
             done = upto
         self._log.sync()
 
-    def _validate_write(self, slots: Sequence[int], pages: Sequence[Page]) -> None:
+    def _validate_write(self, slots: Sequence[int], pages: Sequence[Page | PartedPage]) -> None:
         if len(slots) != len(pages) or len(set(slots)) != len(slots):
             raise ValueError(
                 f"{len(pages)} pages for slots {list(slots)}: one distinct slot a page"
@@ -231,23 +238,26 @@ class DiskTier(Tier):
                 if not self._slots.is_taken(slot):
                     raise ValueError(f"disk slot {slot} is not reserved")
         for page in pages:
-            self._validate_buffer(page.data)
+            self._validate_parts(parts_of(page))
             if len(page.key) != KEY_BYTES or len(page.parent or page.key) != KEY_BYTES:
                 raise ValueError(f"a page key has {KEY_BYTES} bytes, not {len(page.key)}")
 
-    def _validate_buffer(self, data: PageBuffer) -> None:
-        if data.nbytes != self.page_bytes or data.ndim != 1 or not data.flags.c_contiguous:
+    def _validate_parts(self, parts: Sequence[PageBuffer]) -> None:
+        is_sound = all(part.ndim == 1 and part.flags.c_contiguous for part in parts)
+        if not is_sound or sum(part.nbytes for part in parts) != self.page_bytes:
+            shapes = ", ".join(str(part.shape) for part in parts)
             raise ValueError(
-                f"a page is one contiguous row of {self.page_bytes} bytes, not shape {data.shape}"
+                f"a page is one contiguous row of {self.page_bytes} bytes, or rows that are so "
+                f"many together, not of shape {shapes}"
             )
 
-    def read(self, slots: Sequence[int], into: Sequence[PageBuffer]) -> list[TieredKVError | None]:
-        """Fill one buffer a slot; blocks. Aligned buffers are filled without a copy."""
+    def read(self, slots: Sequence[int], into: Sequence[PageParts]) -> list[TieredKVError | None]:
+        """Fill one buffer a slot, which may be in parts; blocks. Aligned: without a copy."""
         self._require_open()
         if len(slots) != len(into):
             raise ValueError(f"{len(into)} buffers for {len(slots)} slots")
         for buffer in into:
-            self._validate_buffer(buffer)
+            self._validate_parts(pieces(buffer))
         return self._reader.read(slots, into)
 
     def check(self, fix: bool = False) -> DiskReport:

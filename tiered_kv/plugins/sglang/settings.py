@@ -1,0 +1,75 @@
+"""StorageSettings: what `--hicache-storage-backend-extra-config` may say of our storage."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tiered_kv.config import PolicyName, Size, one_line
+from tiered_kv.errors import ConfigError
+
+_OF_SGLANG = (  # some of them are taken out before a storage is made, some are not
+    "backend_name",
+    "module_path",
+    "class_name",
+    "interface_v1",
+    "allocator",
+    "hicache_storage_pass_prefix_keys",
+    "prefetch_threshold",
+    "prefetch_timeout_base",
+    "prefetch_timeout_per_ki_token",
+    "tp_lcm_size",
+    "file_storage_path",
+)
+
+
+class StorageSettings(BaseModel):
+    """Settings of `TieredKVStorage`. Sizes are bytes, or text such as "8GiB"."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    directory: Path = Field(description="where the pages go; each rank makes one of its own inside")
+    size: Size = Field(
+        description="bytes that all ranks on this machine may ever take together, metadata included"
+    )
+    policy: PolicyName = Field(
+        default="lru", description="the order in which a full disk gives pages up"
+    )
+    io_threads: int = Field(
+        default=4, ge=1, le=64, description="threads of each rank that read the disk"
+    )
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any]) -> StorageSettings:
+        """The settings in SGLang's extra config, beside SGLang's own keys.
+
+        Raises:
+            ConfigError: an unknown or missing key, or a value out of range; one line that says what
+                would be right.
+        """
+        own = {key: value for key, value in given.items() if key not in _OF_SGLANG}
+        for key in own:
+            if key not in cls.model_fields:
+                near = difflib.get_close_matches(str(key), cls.model_fields, n=1)
+                hint = f" (did you mean {near[0]!r}?)" if near else ""
+                raise ConfigError(
+                    f"hicache-storage-backend-extra-config: TieredKVStorage has no key {key!r}"
+                    f"{hint}; its keys are {', '.join(cls.model_fields)}, and SGLang's own "
+                    f"{', '.join(_OF_SGLANG)}"
+                )
+        for key, field in cls.model_fields.items():
+            if field.is_required() and key not in own:
+                raise ConfigError(
+                    f"hicache-storage-backend-extra-config: TieredKVStorage needs {key!r}: "
+                    f"{field.description}"
+                )
+        try:
+            return cls(**own)
+        except ValidationError as error:
+            raise ConfigError(
+                f"hicache-storage-backend-extra-config: TieredKVStorage: {one_line(error)}"
+            ) from error
