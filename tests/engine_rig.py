@@ -10,6 +10,7 @@ import gc
 import json
 import os
 import random
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ BLOCK_TOKENS = 32
 KV_BYTES = 64 << 20
 SETTLE_S = 60.0
 """How long `settle` waits for a connector's background work; a deadline, not a pace."""
+ANSWER_S = 180.0
+"""How long `generate` waits for an engine core in a process of its own before it ends it."""
 
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -48,7 +51,7 @@ class Answer:
 
 
 def save_model(kind: ModelKind, folder: Path, *, seed: int = 0) -> Path:
-    """Writes a random float32 model of about a million parameters that follow from kind and seed."""
+    """Writes a random float32 model of a million parameters, which follow from kind and seed."""
     import torch
     import transformers
 
@@ -191,15 +194,32 @@ def generate(engine: Any, prompts: Sequence[Sequence[int]], max_tokens: int = 16
     """Greedy answers to prompts of token ids, in one batch; blocks until all are there."""
     from vllm import SamplingParams
 
-    outputs = engine.generate(
-        [{"prompt_token_ids": list(prompt)} for prompt in prompts],
-        SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False),
-        use_tqdm=False,
-    )
+    with _ended_if_stuck(engine):
+        outputs = engine.generate(
+            [{"prompt_token_ids": list(prompt)} for prompt in prompts],
+            SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False),
+            use_tqdm=False,
+        )
     return [
         Answer(tuple(output.outputs[0].token_ids), output.num_cached_tokens or 0)
         for output in outputs
     ]
+
+
+@contextmanager
+def _ended_if_stuck(engine: Any) -> Iterator[None]:
+    """Turns an engine core of its own that never answers into vLLM's EngineDeadError."""
+    resources = getattr(engine.llm_engine.engine_core, "resources", None)
+    if resources is None:  # in this process: pytest's faulthandler_timeout ends the run
+        yield
+        return
+    processes = resources.engine_manager.processes
+    timer = threading.Timer(ANSWER_S, lambda: [process.kill() for process in processes])
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def tokens_of(answers: Sequence[Answer]) -> list[tuple[int, ...]]:

@@ -1,0 +1,68 @@
+"""TierSettings: what an entry of vLLM's `secondary_tiers` may say of our disk tier."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
+
+from tiered_kv.config import PolicyName, Size, one_line
+from tiered_kv.errors import ConfigError
+
+_OF_VLLM = ("type", "module_path", "backpressure")  # taken out before a tier is made
+
+
+class TierSettings(BaseModel):
+    """Settings of `TieredKVTier`. Sizes are bytes, or text such as "8GiB"."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    disk: Path = Field(description="directory of the pages; one engine at a time")
+    disk_size: Size = Field(description="bytes the directory may ever take, metadata included")
+    policy: PolicyName = Field(
+        default="lru", description="the order in which a full disk gives pages up"
+    )
+    io_threads: int = Field(default=4, ge=1, le=64, description="threads that read the disk")
+    model_name: str = Field(
+        default="",
+        description="a name for the weights; enters every key. Needed where the model is not a "
+        "local directory",
+    )
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any]) -> TierSettings:
+        """The settings in an entry of `secondary_tiers`.
+
+        Raises:
+            ConfigError: an unknown or missing key, or a value out of range; one line that says what
+                would be right.
+        """
+        for key in given:
+            if key not in cls.model_fields:
+                near = difflib.get_close_matches(str(key), cls.model_fields, n=1)
+                hint = f" (did you mean {near[0]!r}?)" if near else ""
+                raise ConfigError(
+                    f"secondary_tiers: TieredKVTier has no key {key!r}{hint}; its keys are "
+                    f"{', '.join(cls.model_fields)}, and vLLM's own {', '.join(_OF_VLLM)}"
+                )
+        for key, field in cls.model_fields.items():
+            if field.is_required() and key not in given:
+                raise ConfigError(
+                    f"secondary_tiers: TieredKVTier needs {key!r}: {field.description}"
+                )
+        try:
+            return cls(**given)
+        except ValidationError as error:
+            raise ConfigError(f"secondary_tiers: TieredKVTier: {one_line(error)}") from error
+
+    def of_replica(self, replica: int, replicas: int) -> TierSettings:
+        """The same for one data-parallel replica: a directory inside, and a share of the size."""
+        if replicas <= 1:
+            return self
+        share = ByteSize(self.disk_size // replicas)
+        return self.model_copy(
+            update={"disk": self.disk / f"replica-{replica}", "disk_size": share}
+        )
