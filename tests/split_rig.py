@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -38,7 +39,13 @@ class Rank:
     """One worker: its HBM, and what carries pages in and out of it."""
 
     def __init__(
-        self, rank: int, ranks: int, host_pages: int, disk: Path | None, disk_size: int
+        self,
+        rank: int,
+        ranks: int,
+        host_pages: int,
+        disk: Path | None,
+        disk_size: int,
+        **settings: Any,
     ) -> None:
         self.rank = rank
         self.hbm = HbmTier(LAYOUT, HBM_PAGES * LAYOUT.page_bytes)
@@ -50,7 +57,7 @@ class Rank:
         self.disk = disk and DiskTier.open(
             disk / f"rank{rank}", LAYOUT.page_bytes, disk_size, LAYOUT.fingerprint
         )
-        self.carrier = Carrier(self.hbm, self.host, self.disk or None, ranks=ranks)
+        self.carrier = Carrier(self.hbm, self.host, self.disk or None, ranks=ranks, **settings)
 
     def compute(self, keys: Iterable[PageKey], slots: Iterable[int]) -> None:
         """Write pages into HBM as a forward pass does."""
@@ -66,7 +73,11 @@ class Rank:
 
 
 class Engine:
-    """A scheduler with a decider, and ranks with carriers."""
+    """A scheduler with a decider, and ranks with carriers.
+
+    Args:
+        settings: of the carriers.
+    """
 
     def __init__(
         self,
@@ -75,10 +86,14 @@ class Engine:
         host_pages: int = 16,
         disk: Path | None = None,
         disk_size: int = 16 << 20,
+        write_through: bool = True,
+        **settings: Any,
     ) -> None:
-        self.ranks = [Rank(rank, ranks, host_pages, disk, disk_size) for rank in range(ranks)]
+        self.ranks = [
+            Rank(rank, ranks, host_pages, disk, disk_size, **settings) for rank in range(ranks)
+        ]
         facts = [pickle.loads(pickle.dumps(rank.carrier.facts())) for rank in self.ranks]
-        self.decider = Decider(facts)
+        self.decider = Decider(facts, write_through=write_through)
         self.arrived: dict[int, int] = {}  # job id -> pages in HBM on all ranks
 
     def step(
@@ -104,13 +119,12 @@ class Engine:
         carrier = rank.carrier
         carrier.receive(order)
         carrier.fence(order.fences)
-        carrier.start("get")
-        carrier.start("prefetch")
+        carrier.start_running()
         for layer in range(LAYOUT.layers):
             carrier.wait_layer(layer)
         rank.compute(*compute)
         loaded = carrier.finish_running()
-        carrier.start("put")
+        carrier.start()
         for load in loaded + carrier.finished_waiting():
             self._note(load)
         return carrier.report()

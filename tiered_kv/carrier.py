@@ -10,16 +10,18 @@ import logging
 import threading
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 from tiered_kv.counters import Counters, StoreStats
-from tiered_kv.errors import TieredKVError
+from tiered_kv.errors import TieredKVError, TierIOError
 from tiered_kv.keys import PageKey
 from tiered_kv.manifest import DiskSlots, Manifest
-from tiered_kv.mover import HbmBytes, Mover
-from tiered_kv.orders import Job, JobEnd, JobKind, Order, RankFacts, Report
+from tiered_kv.mover import WRITE_BATCH_BYTES, HbmBytes, Mover
+from tiered_kv.orders import Job, JobEnd, Order, RankFacts, Report
 from tiered_kv.plan import DISK
 from tiered_kv.run import Run
+from tiered_kv.storage.base import Page
 from tiered_kv.storage.disk import DiskTier
 from tiered_kv.storage.host import HostTier
 from tiered_kv.streams import caller_event
@@ -55,7 +57,7 @@ class Carrier:
     A load into a request that runs at the same time (`wait_layer`, `finish_running`) may fail when
     the engine has computed with it already. What it then stores is wrong under a right key. So from
     such a failure on, no page is stored until the decider, who tells the engine, has heard of it:
-    puts of orders that do not say so are dropped.
+    puts of orders before the one that says so are dropped.
 
     Args:
         hbm: the engine's tensors.
@@ -63,6 +65,8 @@ class Carrier:
         disk: this rank's disk tier, or None.
         ranks: how many carriers there are.
         load_deadline_s: after this a load has failed.
+        write_back: at `close`, write the host pages that are not on disk there, as far as it has
+            room.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class Carrier:
         *,
         ranks: int = 1,
         load_deadline_s: float = 30.0,
+        write_back: bool = False,
     ) -> None:
         self._hbm = hbm
         self._host = host
@@ -83,13 +88,14 @@ class Carrier:
         self._counters = Counters()
         self._mover = Mover(self._manifest, self._lock, hbm, host, self._disk_slots, self._counters)
         self._load_deadline_s = load_deadline_s
-        self._queued: dict[int, tuple[Job, int]] = {}  # with the failures its decider knew of
+        self._write_back = write_back and disk is not None
+        self._queued: dict[int, Job] = {}
         self._flights: dict[int, _Flight] = {}
         self._running: list[_Flight] = []  # loads into requests of this step
         self._waiting: list[_Flight] = []  # loads of requests that wait for them
         self._ended: dict[int, JobEnd] = {}
-        self._failures = 0
-        self._reported_failures = 0
+        self._unheard: set[int] = set()  # running loads that failed, of which the decider must hear
+        self._failed: set[int] = set()  # loads that failed, not reported yet
 
     def facts(self) -> RankFacts:
         """What this rank has, for the decider to start with."""
@@ -106,10 +112,12 @@ class Carrier:
             self._adopt(order.adopted)
         if self._disk_slots is not None:
             self._disk_slots.release(order.freed)
+        self._unheard -= order.heard
         with self._lock:
             for job in order.jobs:
                 self._manifest.expect(job.plan)
-                self._queued[job.id] = (job, order.failures_seen)
+                is_void = job.is_void or (job.kind == "put" and bool(self._unheard))
+                self._queued[job.id] = replace(job, is_void=is_void) if is_void else job
 
     def _adopt(self, adopted: tuple[tuple[PageKey, int], ...]) -> None:
         if self._disk is None or self._disk_slots is None:
@@ -118,17 +126,23 @@ class Carrier:
         self._disk_slots.adopt((slot, local.pop(key)) for key, slot in adopted)
         self._disk.free(list(local.values()))
 
-    def start(self, kind: JobKind) -> None:
-        """Start the queued jobs of a kind. The engine's work so far comes before their copies."""
-        due = [entry for entry in self._queued.values() if entry[0].kind == kind]
-        for job, failures_seen in due:
-            self._start(job, failures_seen)
+    def start_running(self) -> None:
+        """Start loads for requests of this step. The engine's work so far comes before them."""
+        for job in [job for job in self._queued.values() if job.kind == "get"]:
+            if not job.is_awaited:
+                self._start(job)
 
-    def _start(self, job: Job, failures_seen: int) -> None:
+    def start(self) -> None:
+        """Start all that is queued, in order: a load may want a page that a put has just named."""
+        for job in list(self._queued.values()):
+            self._start(job)
+
+    def _start(self, job: Job) -> None:
         del self._queued[job.id]
-        if job.kind == "put" and failures_seen < self._failures:
+        if job.is_void or (job.kind == "put" and self._unheard):
             lost = dict.fromkeys(range(len(job.plan.moves())), "failed")
-            self._ended[job.id] = JobEnd(lost=lost)
+            with self._lock:
+                self._ended[job.id] = JobEnd(lost=lost)
             return
         is_get = job.kind == "get"
         layers, deadline_s = len(self._hbm.layers), self._load_deadline_s
@@ -160,11 +174,13 @@ class Carrier:
     def fence(self, jobs: Iterable[int]) -> None:
         """Wait until these jobs are through with HBM; those too slow for `FENCE_S` leave it.
 
-        Puts that were ordered only now are started for it: this is their last chance.
+        Puts that were ordered only now are started for it: this is their last chance. So are those
+        decided before them, which they may hang from; the engine has computed their pages too.
         """
         jobs = set(jobs)
-        for number in sorted(jobs & self._queued.keys()):
-            self._start(*self._queued[number])
+        last = max(jobs & self._queued.keys(), default=-1)
+        for job in [job for job in self._queued.values() if job.kind == "put" and job.id <= last]:
+            self._start(job)
         with self._lock:
             runs = [self._flights[number].run for number in jobs & self._flights.keys()]
         until = time.monotonic() + FENCE_S
@@ -189,7 +205,7 @@ class Carrier:
         """End the loads for requests of this step; blocks until they are here or have failed."""
         loaded = [self._finish(flight) for flight in self._running]
         self._running = []
-        self._failures += any(load.failed_slots for load in loaded)
+        self._unheard.update(load.job.id for load in loaded if load.failed_slots)
         return loaded
 
     def finished_waiting(self) -> list[Loaded]:
@@ -207,19 +223,22 @@ class Carrier:
             arrived = flight.transfer.wait()
         except TieredKVError as error:
             self._mover.report(error)
-            arrived = 0
+            arrived = flight.transfer.arrived_pages
         if not flight.transfer.settled.is_fired:
             flight.run.leave_hbm()
-        return Loaded(flight.job, flight.job.slots[arrived:])
+        loaded = Loaded(flight.job, flight.job.slots[arrived:])
+        if loaded.failed_slots:
+            self._failed.add(flight.job.id)
+        return loaded
 
     def report(self) -> Report | None:
         """What has become of jobs since the last call; None if there is nothing to say."""
         with self._lock:
             ended, self._ended = self._ended, {}
-        if not ended and self._failures == self._reported_failures:
+        failed, self._failed = self._failed, set()
+        if not ended and not failed:
             return None
-        self._reported_failures = self._failures
-        return Report(ended, self._failures, self._counters.load_s_per_page())
+        return Report(ended, failed, self._counters.load_s_per_page())
 
     # -- care --------------------------------------------------------------------------------------
 
@@ -242,12 +261,35 @@ class Carrier:
         until = time.monotonic() + CLOSE_S
         with self._lock:
             flights = list(self._flights.values())
-        for flight in flights:
-            if not flight.transfer.settled.wait(max(0.0, until - time.monotonic())):
-                flight.run.leave_hbm()
+        ends = [flight.transfer.settled for flight in flights]
+        if self._write_back:
+            ends.append(self._mover.write_stream.submit(self._flush, ends))
+        for end in ends:
+            if not end.wait(max(0.0, until - time.monotonic())):
+                for flight in flights:
+                    flight.run.leave_hbm()
                 _log.warning("closing: a transfer has not ended in %.0f s, leaving it", CLOSE_S)
                 return
         self._mover.close()
         if self._disk is not None:
             self._disk.close()
         self._host.close()
+
+    def _flush(self) -> None:
+        """Write what is on host alone to disk. Runs on the write stream; nothing else moves now."""
+        assert self._disk is not None
+        dirty = self._manifest.dirty({page.key for page in self._disk.pages()})
+        batch = max(1, WRITE_BATCH_BYTES // self._hbm.page_bytes)
+        free = self._disk.capacity_pages - self._disk.used_bytes // self._hbm.page_bytes
+        dirty = dirty[:free]
+        try:
+            for at in range(0, len(dirty), batch):
+                pages = [
+                    Page(key, parent, self._host.view(slot))
+                    for slot, key, parent in dirty[at : at + batch]
+                ]
+                slots = self._disk.reserve(len(pages))
+                assert slots is not None, "as many were free"
+                self._disk.write(slots, pages)
+        except TierIOError as error:
+            _log.warning("closing: pages on host alone are lost: %s", error)

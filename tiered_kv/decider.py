@@ -8,7 +8,7 @@ it names the slots, and says when it gives them away.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -23,10 +23,31 @@ from tiered_kv.slots import SlotPool
 
 
 class Hit(NamedTuple):
-    """What a lookup found: leading pages anywhere, and of those the leading ones now on host."""
+    """What a lookup found.
+
+    Attributes:
+        pages: leading pages that some tier has, or awaits, and that are worth loading.
+        ready: of those, the leading ones that a tier has: what may be promised.
+        on_host: of those, the leading ones that host has.
+        why_cut: why pages that are there are not worth loading, one of `MISS_REASONS`.
+    """
 
     pages: int
-    host_pages: int
+    ready: int
+    on_host: int
+    why_cut: str = ""
+
+
+class Put(NamedTuple):
+    """What became of a put.
+
+    Attributes:
+        job: None if nothing has to move.
+        not_stored: trailing pages that found no room on host, or nothing to hang from.
+    """
+
+    job: Job | None
+    not_stored: int
 
 
 @dataclass(slots=True)
@@ -99,7 +120,7 @@ class Decider:
         self._plans: dict[int, Plan] = {}  # theirs, with pins
         self._ends: dict[int, JobEnd] = {}
         self._fresh: list[Job] = []
-        self._failures_seen = 0
+        self._heard: set[int] = set()
         self._adopted: tuple[tuple[PageKey, int], ...] | None = ()
         if self._disk is not None:
             self._adopted = self._adopt([rank.found for rank in ranks])
@@ -131,13 +152,14 @@ class Decider:
         """
         index = self._planner.index
         pages = index.match(keys)
+        why_cut = ""
         if gate is not LOAD_ALL:
             gate = replace(gate, load_s_per_page=self._load_s)
-            sources = [self._planner.source_of(page) for page in pages]
-            pages = pages[: gate.cut(sources)[0]]
+            count, why_cut = gate.cut([self._planner.source_of(page) for page in pages])
+            pages = pages[:count]
         host = index.by_name[HOST]
-        on_host = next((at for at, page in enumerate(pages) if not host.is_resident(page)), None)
-        return Hit(len(pages), len(pages) if on_host is None else on_host)
+        ready = _leading(pages, lambda page: any(tier.is_resident(page) for tier in index.tiers))
+        return Hit(len(pages), ready, _leading(pages[:ready], host.is_resident), why_cut)
 
     def why_missing(self, key: PageKey) -> str:
         """Why a page is not stored: one of `MISS_REASONS`."""
@@ -158,6 +180,11 @@ class Decider:
         """Jobs of which not all ranks have reported the end."""
         return len(self._jobs)
 
+    @property
+    def has_orders(self) -> bool:
+        """Whether jobs were decided since the last order."""
+        return bool(self._fresh)
+
     def check(self) -> list[str]:
         """Every broken invariant as one line; none if all is well. O(pages)."""
         return self._planner.index.check(lambda: not self._jobs)
@@ -172,12 +199,20 @@ class Decider:
         *,
         is_awaited: bool = False,
     ) -> Job:
-        """Load the longest stored run of `keys` into the engine's slots, one a key; see `Job`."""
+        """Load the longest stored run of `keys` into the engine's slots, one a key; see `Job`.
+
+        Args:
+            keys: of consecutive pages, no more than `match` found `ready`: a page that is still on
+                its way may never come.
+            slots: where to.
+            owner: whom it is for.
+            is_awaited: as of `Job`.
+        """
         plan = self._planner.plan_get(keys, into=slots)
         return self._add("get", plan, owner, slots, is_awaited=is_awaited)
 
-    def put(self, keys: KeyChain, slots: Sequence[int], owner: str = "") -> Job | None:
-        """Store those of the pages in the engine's slots that are not stored; None if all are.
+    def put(self, keys: KeyChain, slots: Sequence[int], owner: str = "") -> Put:
+        """Store those of the pages in the engine's slots that are not stored.
 
         The engine keeps the slots, and must not let them be overwritten before the job has ended
         or was named in `Order.fences`.
@@ -185,7 +220,7 @@ class Decider:
         self._counters.add("total", "put", len(keys))
         plan = self._planner.plan_put(keys, slots)
         self._counters.add("total", "not_stored", plan.not_stored)
-        return self._add_if_moving("put", plan, owner, slots)
+        return Put(self._add_if_moving("put", plan, owner, slots), plan.not_stored)
 
     def prefetch(self, keys: Sequence[PageKey], owner: str = "") -> Job | None:
         """Bring what of the longest stored run is on disk alone to host; None if nothing is."""
@@ -199,7 +234,7 @@ class Decider:
             why_present: the reason where a page is stored all the same, one of `MISS_REASONS`.
         """
         present = len(self._planner.index.match(keys))
-        reasons = Counter(map(self.why_missing, keys[present:]))
+        reasons = Counter(self._planner.why_missed(keys[present:]))
         reasons[why_present] += present
         for reason, pages in reasons.items():
             self._counters.add("miss", reason, pages)
@@ -243,15 +278,15 @@ class Decider:
         if self._disk is not None:
             freed, self._disk.freed = tuple(self._disk.freed), []
         order = Order(
-            tuple(self._fresh), self._adopted, freed, frozenset(fences), self._failures_seen
+            tuple(self._fresh), self._adopted, freed, frozenset(fences), frozenset(self._heard)
         )
-        self._fresh, self._adopted = [], None
+        self._fresh, self._adopted, self._heard = [], None, set()
         return order
 
     def take(self, report: Report) -> list[Ended]:
         """Learn what has become of jobs; returns those that all ranks have ended now."""
-        self._failures_seen = max(self._failures_seen, report.failures)
         self._load_s.update(report.load_s_per_page)
+        self._hear(report.failed)
         ended = []
         for job_id, end in report.ended.items():
             if job_id in self._ends:
@@ -261,6 +296,18 @@ class Decider:
             if self._ends[job_id].ranks >= self._ranks:
                 ended.append(self._end(job_id))
         return ended
+
+    def failed_owners(self, report: Report) -> set[str]:
+        """Whose loads have failed, by a report that is still to be taken."""
+        return {self._jobs[number].owner for number in report.failed if number in self._jobs}
+
+    def _hear(self, failed: set[int]) -> None:
+        """Loads have failed: puts decided meanwhile may be of pages computed over them."""
+        self._heard |= failed
+        if any(not self._jobs[number].is_awaited for number in failed if number in self._jobs):
+            self._fresh = [
+                replace(job, is_void=True) if job.kind == "put" else job for job in self._fresh
+            ]
 
     def _end(self, job_id: int) -> Ended:
         job, plan, end = self._jobs.pop(job_id), self._plans.pop(job_id), self._ends.pop(job_id)
@@ -293,6 +340,11 @@ class Decider:
             self._counters.add("miss", reason, pages)
         reason = next(iter(end.bad.values()), "failed")
         self._counters.add("miss", reason, len(plan.pages) - end.arrived)
+
+
+def _leading(pages: Sequence[int], holds: Callable[[int], bool]) -> int:
+    """How many leading pages something holds for."""
+    return next((at for at, page in enumerate(pages) if not holds(page)), len(pages))
 
 
 def _moving_part(plan: Plan) -> Plan:

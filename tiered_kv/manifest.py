@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from tiered_kv.errors import TieredKVError, TierIOError
 from tiered_kv.keys import PageKey
@@ -23,7 +23,7 @@ class DiskSlots:
 
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
-        self._local = array("q", [-1]) * tier.capacity_pages
+        self._local = array("i", [-1]) * tier.capacity_pages
 
     def adopt(self, pages: Iterable[tuple[int, int]]) -> None:
         """Take over pages found at start: (slot as the planner numbers it, the tier's own)."""
@@ -72,6 +72,7 @@ class Manifest:
 
     def __init__(self, host_pages: int, disk: DiskSlots | None, *, restores: bool) -> None:
         self._host: list[PageKey | None] = [None] * host_pages
+        self._parent: list[PageKey | None] = [None] * host_pages  # of those
         self._disk = disk
         self._restores = restores
         self._lost: dict[Move, str] = {}
@@ -92,6 +93,23 @@ class Manifest:
         lost = {at: self._lost.pop(move) for at, move in enumerate(moves) if move in self._lost}
         bad = {at: self._bad.pop(move) for at, move in enumerate(moves) if move in self._bad}
         return lost, bad
+
+    def dirty(self, on_disk: Collection[PageKey]) -> list[tuple[int, PageKey, PageKey | None]]:
+        """(slot, key, parent) of host pages not on disk, each after its parent.
+
+        Not of one whose prefix is neither here nor there.
+        """
+        slots = {key: slot for slot, key in enumerate(self._host) if key and key not in on_disk}
+        order: dict[PageKey, None] = {}
+        for key in slots:
+            path: list[PageKey] = []
+            above: PageKey | None = key
+            while above is not None and above in slots and above not in order:
+                path.append(above)
+                above = self._parent[slots[above]]
+            if above is None or above in order or above in on_disk:
+                order.update(dict.fromkeys(reversed(path)))
+        return [(slots[key], key, self._parent[slots[key]]) for key in order]
 
     # -- Books -------------------------------------------------------------------------------------
 
@@ -117,11 +135,14 @@ class Manifest:
         return not (is_taken and self._restores)
 
     def durable(self, moves: Sequence[Move]) -> list[Move]:
-        """The writes whose parents this rank did not fail to write."""
+        """The writes whose parents go with them, or this rank did not fail to write."""
         good: list[Move] = []
+        going: set[PageKey | None] = set()
         for move in moves:
-            if self.is_possible(move) and move.parent not in self._unwritten:
+            has_parent = move.parent in going or move.parent not in self._unwritten
+            if has_parent and self.is_possible(move):
                 good.append(move)
+                going.add(move.key)
             else:
                 self._not_written(move)
         return good
@@ -130,6 +151,7 @@ class Manifest:
         """The bytes of a move are in place."""
         if move.target == HOST:
             self._host[move.target_slot] = move.key
+            self._parent[move.target_slot] = move.parent
         elif move.target == DISK:
             self._unwritten.discard(move.key)
         if move.leaves and self._host[move.source_slot] == move.key:

@@ -40,6 +40,7 @@ class Job:
         slots: in a get or put, the HBM slot of every page asked for.
         is_awaited: a get whose request does nothing before it has ended; without, the request runs
             in the very step that starts it, and waits layer by layer.
+        is_void: a put whose pages may be wrong, computed over a load that failed: not to be made.
     """
 
     id: int
@@ -48,6 +49,7 @@ class Job:
     owner: str = ""
     slots: tuple[int, ...] = ()
     is_awaited: bool = False
+    is_void: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +62,14 @@ class Order:
             None but in the first order.
         freed: disk slots whose pages are gone; comes before the jobs.
         fences: jobs that must let HBM be before the engine goes on: it has given their pages away.
-        failures_seen: failed loads the decider knew of; see `Carrier`.
+        heard: failed loads that the decider has newly learnt of; see `Carrier`.
     """
 
     jobs: tuple[Job, ...] = ()
     adopted: tuple[tuple[PageKey, int], ...] | None = None
     freed: tuple[int, ...] = ()
     fences: frozenset[int] = frozenset()
-    failures_seen: int = 0
+    heard: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True)
@@ -99,12 +101,12 @@ class Report:
 
     Attributes:
         ended: by job id.
-        failures: loads into running requests that have failed so far, on the worst rank.
+        failed: gets of which a page will not come, told at once: one that hangs ends much later.
         load_s_per_page: running cost of loading a page, by tier, on the slowest rank.
     """
 
     ended: dict[int, JobEnd] = field(default_factory=dict)
-    failures: int = 0
+    failed: set[int] = field(default_factory=set)
     load_s_per_page: dict[str, float] = field(default_factory=dict)
 
     def merge(self, other: Report) -> None:
@@ -114,6 +116,6 @@ class Report:
                 self.ended[job].merge(end)
             else:
                 self.ended[job] = end
-        self.failures = max(self.failures, other.failures)
+        self.failed |= other.failed
         for tier, seconds in other.load_s_per_page.items():
             self.load_s_per_page[tier] = max(self.load_s_per_page.get(tier, 0.0), seconds)

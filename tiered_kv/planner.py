@@ -8,7 +8,7 @@ bytes) and in an engine's scheduler process. Not locked: whoever owns it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from tiered_kv.index import Index, TierState
@@ -123,7 +123,8 @@ class Planner:
         pages = self.index.match(keys)
         if len(set(pages)) < len(pages):
             raise ValueError("a key is named twice: keys must be those of consecutive pages")
-        self._count_misses(keys[len(pages) :], draft)
+        for reason in self.why_missed(keys[len(pages) :]):
+            draft.miss(reason, 1)
         sources = [self.source_of(page) for page in pages]
         count, reason = gate.cut(sources)
         draft.miss(reason, len(pages) - count)
@@ -134,12 +135,12 @@ class Planner:
         self.index.touch(pages)
         return pages, sources
 
-    def _count_misses(self, keys: Sequence[PageKey], draft: Draft) -> None:
+    def why_missed(self, keys: Sequence[PageKey]) -> Iterator[str]:
+        """For each of consecutive pages, the first of which is nowhere, why it cannot hit."""
         for depth, key in enumerate(keys):
             page = self.index.find(key)
             present = page >= 0 and self.index.is_present(page)
-            reason = "no_parent" if depth and present else self.index.why_missing(key)
-            draft.miss(reason, 1)
+            yield "no_parent" if depth and present else self.index.why_missing(key)
 
     def _hbm_slots(
         self, pages: list[int], sources: list[str], into: Sequence[int] | None, draft: Draft

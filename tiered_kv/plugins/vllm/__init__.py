@@ -19,7 +19,7 @@ __all__ = ["TieredKVConnector", "TieredKVTier", "register"]
 
 
 def register() -> None:
-    """vLLM's entry point, called in each of its processes: makes the connector's name known."""
+    """The entry point, called by vLLM in each of its processes: makes the connector's name known."""
     factory = import_module("vllm.distributed.kv_transfer.kv_connector.factory").KVConnectorFactory
     with suppress(ValueError):  # it is known already
         factory.register_connector(

@@ -25,8 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
-from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -40,15 +39,13 @@ from tiered_kv.plugins.vllm.messages import StepOrder, StepReport
 from tiered_kv.plugins.vllm.metrics import TieredKVStats, build_prom_metrics, build_stats
 from tiered_kv.plugins.vllm.scheduler import SchedulerSide
 from tiered_kv.plugins.vllm.settings import TieredKVSettings
+from tiered_kv.plugins.vllm.versions import check_version
 from tiered_kv.plugins.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
 
 _log = init_logger(__name__)
-
-VLLM_VERSIONS = ("0.32",)
-"""The connector API changes with every release: only these were tested."""
 
 
 class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -172,7 +169,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.worker.receive(metadata.order)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Begin loads."""
+        """Begin the loads that this step's forward pass waits for."""
         self.worker.start_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -185,8 +182,8 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Pages are copied whole when the forward pass has been queued, not layer by layer."""
 
     def wait_for_save(self) -> None:
-        """Begin stores; the copies wait for the forward pass, not the engine for them."""
-        self.worker.start_stores()
+        """Begin stores and other loads; they wait for the forward pass, not the engine for them."""
+        self.worker.start_rest()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Requests whose loads are over."""
@@ -202,9 +199,10 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     # -- scheduler ---------------------------------------------------------------------------------
 
-    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         """To see which pages the engine has itself."""
-        self.scheduler.block_pool = gpu_block_pool
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self.scheduler.cache = kv_cache_manager
 
     def on_new_request(self, request: Request) -> None:
         """A request has been queued."""
@@ -235,8 +233,9 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """The ranks' report."""
         step = connector_output.kv_connector_worker_meta
-        if isinstance(step, StepReport):
-            self.scheduler.take(step)
+        if connector_output.invalid_block_ids:
+            self.scheduler.disown(connector_output.invalid_block_ids)
+        self.scheduler.take(step if isinstance(step, StepReport) else None)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -251,6 +250,10 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.scheduler.request_finished(request, block_ids)
         return False, None
 
+    def has_pending_push_work(self) -> bool:
+        """Whether an engine without requests should go on stepping: stores are still under way."""
+        return self.scheduler.is_busy
+
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Pages stored and removed."""
         return self.scheduler.events()
@@ -259,13 +262,6 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Forget every page."""
         self.scheduler.reset()
         return True
-
-
-def check_version(version: str) -> None:
-    """ConfigError for a vLLM that was not tested."""
-    if not version.startswith(tuple(f"{known}." for known in VLLM_VERSIONS)):
-        known = " and ".join(VLLM_VERSIONS)
-        raise ConfigError(f"TieredKVConnector works with vLLM {known}, and this is {version}")
 
 
 @contextmanager
@@ -289,14 +285,21 @@ def _is_layerwise(
 ) -> bool:
     """Whether loads may come layer by layer into a running request.
 
-    Not in a captured CUDA graph; and not with several KV cache groups, where vLLM can be told of a
-    failed load only by a request that waits for it.
+    vLLM takes a step back whose load has failed only if it has not scheduled the next one yet; with
+    several KV cache groups it can be told of a failed load only by a request that waits for it; and
+    a captured CUDA graph does not wait for layers.
     """
-    is_hybrid = len(kv_cache_config.kv_cache_groups) > 1
-    if settings.load == "layerwise" and is_hybrid:
-        raise ConfigError("load='layerwise' does not go with a hybrid model: use 'async' or 'auto'")
+    obstacle = ""
+    if len(kv_cache_config.kv_cache_groups) > 1:
+        obstacle = "a hybrid model"
+    elif vllm_config.max_concurrent_batches > 1:
+        obstacle = "several batches in flight (set async_scheduling=False)"
     if settings.load != "auto":
+        if settings.load == "layerwise" and obstacle:
+            raise ConfigError(
+                f"load='layerwise' does not go with {obstacle}: use load='async' or 'auto'"
+            )
         return settings.load == "layerwise"
     mode = vllm_config.compilation_config.cudagraph_mode
     is_eager = current_platform.is_cpu() or mode in (None, CUDAGraphMode.NONE)
-    return is_eager and not is_hybrid
+    return is_eager and not obstacle

@@ -7,21 +7,21 @@ block ids of all groups into one number.
 from __future__ import annotations
 
 import secrets
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_events import KVCacheEvent
-from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import Request, RequestStatus
 
 from tiered_kv.counters import StoreStats
-from tiered_kv.decider import Decider, Ended
+from tiered_kv.decider import Decider, Ended, Hit
 from tiered_kv.keys import PageKey
 from tiered_kv.orders import Job, Order, RankFacts
 from tiered_kv.plan import DISK, HOST, Gate
@@ -30,7 +30,7 @@ from tiered_kv.plugins.vllm.geometry import block_tokens, layout_of
 from tiered_kv.plugins.vllm.identity import adapter_root, namespace_root
 from tiered_kv.plugins.vllm.messages import StepReport
 from tiered_kv.plugins.vllm.settings import TieredKVSettings
-from tiered_kv.plugins.vllm.tracked import MAX_RETRIES, Fetch, Tracked
+from tiered_kv.plugins.vllm.tracked import Fetch, Tracked
 from tiered_kv.storage.attached import pack_blocks
 
 BlockIds = Sequence[Sequence[int]]
@@ -83,7 +83,9 @@ class SchedulerSide:
         self._taken: set[int] = set()  # blocks the engine has given out in this step
         self._events = open_event_log(vllm_config, kv_cache_config)
         self._changes: dict[tuple[str, PageKey], bool] = {}  # (tier, page) -> is there
-        self.block_pool: BlockPool | None = None
+        self._left: list[BlockIds] = []  # of requests that ended since the last report
+        self._busy_until = 0.0
+        self.cache: KVCacheManager | None = None
 
     # -- a request comes ---------------------------------------------------------------------------
 
@@ -102,17 +104,18 @@ class SchedulerSide:
         return tracked
 
     def _consider_fetch(self, tracked: Tracked) -> None:
-        keys = tracked.keys[self._cached_pages(tracked) : self._loadable_pages(tracked)]
+        first = self._cached_pages(tracked)
+        keys = tracked.keys[first : self._loadable_end(tracked, first)]
         hit = self._need_decider().match(keys, self._gate)
-        if hit.pages > hit.host_pages and tracked.want_fetch():
+        if hit.ready > hit.on_host and tracked.want_fetch():
             self._wanted.append(tracked.request.request_id)
 
     def _cached_pages(self, tracked: Tracked) -> int:
         """Leading pages that the engine has itself at this moment."""
-        if self.block_pool is None or not self._vllm_config.cache_config.enable_prefix_caching:
+        if self.cache is None or not self._vllm_config.cache_config.enable_prefix_caching:
             return 0
         for at, block_hash in enumerate(tracked.request.block_hashes):
-            if self.block_pool.get_cached_block(block_hash, self._groups) is None:
+            if self.cache.block_pool.get_cached_block(block_hash, self._groups) is None:
                 return at
         return len(tracked.request.block_hashes)
 
@@ -120,6 +123,12 @@ class SchedulerSide:
         """Pages that may come from the store: one token at least must be computed."""
         tokens: int = tracked.request.num_tokens
         return min(len(tracked.keys), (tokens - 1) // self._tokens)
+
+    def _loadable_end(self, tracked: Tracked, first: int) -> int:
+        """The end of what is loaded for it at most, from page `first` on."""
+        limit = self._settings.max_load_tokens
+        end = self._loadable_pages(tracked)
+        return end if limit is None else min(end, first + limit // self._tokens)
 
     # -- lookup and load ---------------------------------------------------------------------------
 
@@ -131,23 +140,26 @@ class SchedulerSide:
         tracked = self._track(request)
         if self._decider is None:
             return None, False
+        tracked.local_pages = first = computed_tokens // self._tokens
+        tracked.why_computed = "failed"
         if not tracked.may_load:
             return 0, False
-        if tracked.must_wait(self._settings.prefetch_deadline_s):
-            return None, False
-        is_late = tracked.fetch is not Fetch.NONE
-        first = computed_tokens // self._tokens
-        end = self._loadable_pages(tracked)
-        if self._settings.max_load_tokens is not None:
-            end = min(end, first + self._settings.max_load_tokens // self._tokens)
-        hit = self._decider.match(tracked.keys[first:end], self._gate)
-        if hit.pages > hit.host_pages and not is_late and tracked.want_fetch():
-            self._wanted.appendleft(request.request_id)  # it is its turn, so before all others
-            return None, False
-        pages = hit.host_pages if is_late else hit.pages
-        tracked.local_pages = first
-        tracked.is_awaited = not self._layerwise or pages > hit.host_pages
+        keys = tracked.keys[first : self._loadable_end(tracked, first)]
+        hit = self._decider.match(keys, self._gate)
+        tracked.why_computed = hit.why_cut or "not_worth_loading"
+        pages = hit.ready
+        if self._must_wait(tracked, hit):
+            if not tracked.is_late(self._settings.prefetch_deadline_s):
+                return None, False
+            pages, tracked.why_computed = hit.on_host, "in_flight"
+        tracked.is_awaited = not self._layerwise or pages > hit.on_host
         return pages * self._tokens, tracked.is_awaited and pages > 0
+
+    def _must_wait(self, tracked: Tracked, hit: Hit) -> bool:
+        """Whether pages are still on their way to host; those on disk alone start now."""
+        if tracked.fetch is Fetch.NONE and hit.ready > hit.on_host and tracked.want_fetch():
+            self._wanted.appendleft(tracked.request.request_id)  # its turn: before all others
+        return tracked.fetch is not Fetch.NONE or hit.pages > hit.ready
 
     def after_alloc(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         """The engine has given the request blocks: plan its load into them."""
@@ -157,8 +169,9 @@ class SchedulerSide:
         if not tracked.is_counted:
             tracked.is_counted = True
             left = tracked.keys[first + count : self._loadable_pages(tracked)]
-            is_late = tracked.fetch is not Fetch.NONE
-            decider.count_misses(left, "in_flight" if is_late else "not_worth_loading")
+            decider.count_misses(left, tracked.why_computed)
+        fetched_pages = tracked.fetched_pages
+        tracked.served(is_loading=count > 0 and tracked.is_awaited)
         if count == 0:
             return
         table = blocks.get_block_ids()
@@ -166,8 +179,7 @@ class SchedulerSide:
         keys = tracked.keys[first : first + count]
         slots = [self._slot(table, page) for page in range(first, first + count)]
         job = decider.get(keys, slots, request.request_id, is_awaited=tracked.is_awaited)
-        tracked.sources = _by_source(job, tracked.fetched_pages)
-        tracked.fetched_pages = 0
+        tracked.sources = _by_source(job, fetched_pages)
 
     def hit_sources(self, request: Request, tokens: int) -> dict[CacheHitSource, int]:
         """Which tier the tokens of the last load come from."""
@@ -198,34 +210,44 @@ class SchedulerSide:
             self._take_blocks(ids or (), computed[request_id] // self._tokens if is_whole else 0)
         for request_id in scheduled.preempted_req_ids or ():
             if request_id in self._tracked:
-                self._tracked[request_id].next_put = 0
+                self._tracked[request_id].restart()
         fences = {put for block in self._taken for put in self._readers.get(block, ())}
         self._taken = set()
         tables = scheduled.kv_connector_block_state
         for request_id, tokens in scheduled.num_scheduled_tokens.items():
             tracked = self._tracked.get(request_id)
             table = tables.get_block_ids(request_id) if tables is not None else None
-            if tracked is not None and table is not None:
-                self._put(tracked, table, computed[request_id] + tokens)
-        return self._decider.order(fences)
+            if tracked is None or table is None:
+                continue
+            tracked.is_loading = False
+            end = self._storable_pages(tracked, table, computed[request_id] + tokens)
+            if tracked.may_put and end > tracked.next_try:
+                self._put(tracked, table, end)
+        order = self._decider.order(fences)
+        if order.jobs:
+            self._busy_until = time.monotonic() + self._settings.load_deadline_s
+        return order
 
-    def _put(self, tracked: Tracked, table: BlockIds, computed_tokens: int) -> None:
-        """Give the store what this request has computed and not given it yet."""
+    def _storable_pages(self, tracked: Tracked, table: BlockIds, computed_tokens: int) -> int:
+        """Leading pages of which all tokens are known and computed."""
         tracked.extend()
         request = tracked.request
         if self._settings.store == "prompt":
             computed_tokens = min(computed_tokens, request.num_prompt_tokens)
-        end = min(computed_tokens // self._tokens, len(tracked.keys), min(map(len, table)))
+        pages: int = min(computed_tokens // self._tokens, len(tracked.keys), min(map(len, table)))
+        return pages
+
+    def _put(self, tracked: Tracked, table: BlockIds, end: int) -> None:
+        """Give the store the pages before `end` that it has not taken yet."""
         first = tracked.next_put
-        if end <= first:
-            return
-        tracked.next_put = end
         for page in range(end - 1, first - 1, -1):  # blocks that have left a sliding window
             if any(group[page] == 0 for group in table):
                 first = page + 1
                 break
         slots = [self._slot(table, page) for page in range(first, end)]
-        job = self._need_decider().put(tracked.chain(first, end), slots, request.request_id)
+        owner = tracked.request.request_id
+        job, not_stored = self._need_decider().put(tracked.chain(first, end), slots, owner)
+        tracked.given(first, end, not_stored)
         if job is None:
             return
         stored = {move.source_slot for move in job.plan.store}
@@ -253,11 +275,12 @@ class SchedulerSide:
             tracked = self._tracked.get(self._wanted.popleft())
             if tracked is None or tracked.fetch is not Fetch.WANTED:
                 continue
-            first, end = self._cached_pages(tracked), self._loadable_pages(tracked)
+            first = self._cached_pages(tracked)
+            end = self._loadable_end(tracked, first)
             job = decider.prefetch(tracked.keys[first:end], tracked.request.request_id)
             tracked.fetches += 1
             if job is None:
-                tracked.fetched()
+                tracked.fetch = Fetch.NONE
                 continue
             tracked.fetch = Fetch.UNDER_WAY
             tracked.fetched_pages = len(job.plan.load)
@@ -266,21 +289,38 @@ class SchedulerSide:
 
     # -- what became of it -------------------------------------------------------------------------
 
-    def take(self, step: StepReport) -> None:
+    def take(self, step: StepReport | None) -> None:
         """The ranks' report of a step."""
+        self._left = []
+        if step is None:
+            return
         if step.facts:
             self._introduce(step.facts)
         if self._decider is None:
             return
+        for owner in self._decider.failed_owners(step.report) & self._tracked.keys():
+            self._tracked[owner].load_failed()
         for ended in self._decider.take(step.report):
+            self._busy_until = time.monotonic() + self._settings.load_deadline_s
             if ended.job.kind == "put":
                 self._put_ended(ended)
             elif ended.job.kind == "prefetch":
                 stretch = self._fetches.pop(ended.job.id)
-                stretch.tracked.fetched()
+                stretch.tracked.fetch = Fetch.NONE
                 self._tell(stretch)
-            elif ended.arrived < len(ended.job.slots) and ended.job.owner in self._tracked:
-                self._tracked[ended.job.owner].may_load = False
+
+    def disown(self, blocks: set[int]) -> None:
+        """Blocks do not hold what they should, nor do those computed over them: forget their names.
+
+        vLLM keeps the names, as they will be computed again; but in chunks that may take many
+        steps, and requests that come meanwhile would take the blocks as they are.
+        """
+        if self.cache is None or len(self._groups) > 1:
+            return
+        tables = [self.cache.get_block_ids(request_id) for request_id in self._tracked]
+        for (table,) in tables + self._left:
+            first = next((at for at, block in enumerate(table) if block in blocks), len(table))
+            self.cache.evict_blocks(set(table[first:]))
 
     def _introduce(self, facts: dict[int, RankFacts]) -> None:
         self._facts.update(facts)
@@ -302,22 +342,32 @@ class SchedulerSide:
             self._readers[block].discard(ended.job.id)
             if not self._readers[block]:
                 del self._readers[block]
-        tracked = put.tracked
-        if ended.not_stored and tracked.retries < MAX_RETRIES:
-            tracked.retries += 1
-            tracked.next_put = min(tracked.next_put, put.first + ended.not_stored[0])
+        if ended.not_stored:
+            put.tracked.turned_down(put.first + ended.not_stored[0], put.end)
         self._tell(put)
 
     def request_finished(self, request: Request, block_ids: BlockIds) -> None:
         """A request ends and its blocks will be given to others: store what is left of it."""
         tracked = self._tracked.pop(request.request_id, None)
+        self._left.append(block_ids)
         if tracked is None or self._decider is None:
             return
-        if request.status == RequestStatus.FINISHED_ERROR or not block_ids:
+        if request.status == RequestStatus.FINISHED_ERROR or tracked.is_loading or not block_ids:
             return
         computed = min(request.num_computed_tokens, request.num_tokens - 1)
-        if computed // self._tokens > tracked.next_put:
-            self._put(tracked, block_ids, computed)
+        end = self._storable_pages(tracked, block_ids, computed)
+        if tracked.may_put and end > tracked.next_put:
+            self._put(tracked, block_ids, end)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether steps are needed though no request asks for one: orders to give, ends to learn.
+
+        Not for ever: what hangs must not keep an engine that is idle, or stops, going round.
+        """
+        if self._decider is None or not self._decider.jobs_in_flight:
+            return False
+        return self._decider.has_orders or time.monotonic() < self._busy_until
 
     # -- care --------------------------------------------------------------------------------------
 
@@ -327,8 +377,7 @@ class SchedulerSide:
             self._vllm_config, self._layout, self._settings, secrets.token_hex(16)
         )
         for tracked in self._tracked.values():
-            tracked.root = adapter_root(self._root, tracked.request.lora_request)
-            tracked.keys, tracked.next_put = [], 0
+            tracked.rename(adapter_root(self._root, tracked.request.lora_request))
         if self._decider is not None:
             self._decider.clear()
 

@@ -74,6 +74,7 @@ class WorkerSide:
             disk,
             ranks=parallel.world_size,
             load_deadline_s=settings.load_deadline_s,
+            write_back=settings.write_policy == "back",
         )
         self._has_introduced_itself = False
         self._received: Order | None = None
@@ -89,19 +90,22 @@ class WorkerSide:
             self._carrier.fence(order.fences)
 
     def start_loads(self) -> None:
-        """Begin what comes up; returns at once."""
-        self._carrier.start("get")
-        self._carrier.start("prefetch")
+        """Begin the loads for requests of this step; returns at once."""
+        self._carrier.start_running()
 
     def wait_layer(self, name: str) -> None:
-        """Block until this layer's pages for requests of this step are here, or have failed."""
-        if self._carrier.is_loading:
-            self._carrier.wait_layer(self._layer[name])
+        """Block until this layer's pages for requests of this step are here, or have failed.
 
-    def start_stores(self) -> None:
-        """After the forward pass: begin what goes down, unless a load of this step has failed."""
+        A layer that is not ours reads the KV of one before it, which has been waited for.
+        """
+        layer = self._layer.get(name)
+        if layer is not None and self._carrier.is_loading:
+            self._carrier.wait_layer(layer)
+
+    def start_rest(self) -> None:
+        """After the forward pass: begin all else, but no store if a load of this step failed."""
         self._finish_running()
-        self._carrier.start("put")
+        self._carrier.start()
 
     def transfer_results(self) -> KVConnectorTransferResults:
         """Requests whose loads are over."""
