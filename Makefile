@@ -39,9 +39,9 @@ $(SGLANG)/.installed: requirements/sglang-cpu.txt
 $(VLLM)/.installed $(SGLANG)/.installed: pyproject.toml
 	@echo "setting up $(@D) (once; about 3 minutes) ..."
 	@$(PYTHON) -m venv $(@D)
-	@$(@D)/bin/python -m pip install -q --disable-pip-version-check --no-deps \
+	@$(@D)/bin/python -m pip install -q --disable-pip-version-check --no-compile --no-deps \
 		-r $(filter requirements/%,$^)
-	@$(@D)/bin/python -m pip install -q --disable-pip-version-check --no-deps \
+	@$(@D)/bin/python -m pip install -q --disable-pip-version-check --no-compile --no-deps \
 		--no-build-isolation -e .
 	@touch $@
 
