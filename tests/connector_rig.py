@@ -100,7 +100,11 @@ def quick_starts() -> Iterator[None]:
 
 @contextmanager
 def open_connected(
-    model: Path, *, policy: str = "recompute", options: dict[str, Any] | None = None, **settings: Any
+    model: Path,
+    *,
+    policy: str = "recompute",
+    options: dict[str, Any] | None = None,
+    **settings: Any,
 ) -> Iterator[Any]:
     """An engine with our connector. Its keyword arguments are the connector's settings."""
     config = connector(policy, **settings)

@@ -123,11 +123,11 @@ def test_a_lookup_changes_nothing(engine: Any, monkeypatch: pytest.MonkeyPatch) 
     generate(engine, prompts)
     reset_apc(engine)
     side, decider = scheduler_side(engine), decider_of(engine)
-    lookups = []
+    lookups: list[set[tuple[int | None, bool]]] = []
 
     def thrice(request: Any, computed: int) -> tuple[int | None, bool]:
         before = books_of(decider)
-        found = {ask(request, computed) for _ in range(3)}
+        found: set[tuple[int | None, bool]] = {ask(request, computed) for _ in range(3)}
         assert len(found) == 1
         assert books_of(decider) == before
         lookups.append(found)

@@ -16,7 +16,6 @@ from vllm.distributed.kv_events import (
     BlockRemoved,
     BlockStored,
 )
-from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 
 class Listener:
@@ -80,9 +79,7 @@ def test_a_router_knows_every_page(
         assert listener.blocks == {MEDIUM_CPU: set(), MEDIUM_STORAGE: set()}
 
 
-def test_hashes_are_those_of_vllms_own_events(
-    qwen3: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hashes_are_those_of_vllms_own_events(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a router can tell that a page on host is the block it knew on the GPU."""
     events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     with open_connected(qwen3, options={"kv_events_config": events}) as engine:

@@ -1,4 +1,4 @@
-"""TieredKVConnector when loads, reads or writes fail: right tokens or an error, never wrong ones."""
+"""TieredKVConnector when loads, reads or writes fail: right tokens or an error, no wrong ones."""
 
 from __future__ import annotations
 
@@ -116,9 +116,11 @@ def test_nothing_wrong_was_stored_when_loads_failed(
         assert external_hits(engine)[1] >= 4 * PAGES * BLOCK_TOKENS
 
 
-def test_a_corrupt_page_on_disk_is_computed_again(qwen3: Path, truth: Truth, tmp_path: Path) -> None:
+def test_a_corrupt_page_on_disk_is_computed_again(
+    qwen3: Path, truth: Truth, tmp_path: Path
+) -> None:
     expected, prompts = truth("corrupt"), prompts_of("corrupt")
-    disk = {"disk": str(tmp_path), "disk_size": "64MiB"}
+    disk: dict[str, Any] = {"disk": str(tmp_path), "disk_size": "64MiB"}
     with open_connected(qwen3, **disk) as engine:
         generate(engine, prompts)
         settle(engine)
@@ -197,8 +199,8 @@ def test_a_disk_that_hangs_holds_up_no_request_for_long(
 ) -> None:
     """Row 33: every wait has a deadline; what is late is computed, and the engine can still end."""
     expected, prompts = truth("hang"), prompts_of("hang")
-    deadlines = {"prefetch_deadline_s": 0.2, "load_deadline_s": 0.4}
-    disk = {"disk": str(tmp_path), "disk_size": "64MiB"}
+    deadlines: dict[str, Any] = {"prefetch_deadline_s": 0.2, "load_deadline_s": 0.4}
+    disk: dict[str, Any] = {"disk": str(tmp_path), "disk_size": "64MiB"}
     monkeypatch.setattr(tiered_kv.carrier, "CLOSE_S", 0.2)
     with open_connected(qwen3, **disk, **deadlines) as engine:
         generate(engine, prompts)
@@ -232,7 +234,7 @@ def test_a_hit_longer_than_the_host_tier_streams_through_it(
     pages behind: those that went from disk straight into blocks are not stored from there.
     """
     prompt = long_prompt()
-    disk = {"disk": str(tmp_path), "disk_size": "64MiB"}
+    disk: dict[str, Any] = {"disk": str(tmp_path), "disk_size": "64MiB"}
     with open_connected(qwen3, host="1MiB", **disk) as engine:
         hits: list[int] = []
         (cold,) = generate(engine, [prompt])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ from connector_rig import (
     Tokens,
     cached,
     check_quiet,
-    core_of,
     decider_of,
     open_connected,
     prompts_of,
@@ -81,7 +78,7 @@ def test_a_crowd_in_tight_tiers_gets_the_right_tokens_round_after_round(
 
 @pytest.mark.parametrize("write_policy", ["through", "back"])
 def test_a_restart_keeps_all_pages(write_policy: Any, qwen3: Path, tmp_path: Path) -> None:
-    """Row 24; and with write-back too, for what is on host alone is written when the engine ends."""
+    """Row 24; with write-back too, for what is on host alone is written when the engine ends."""
     name = "restart" if write_policy == "through" else "back"
     expected, prompts = truth_of(qwen3, name, NAMES), prompts_of(name)
     store = {"disk": str(tmp_path), "disk_size": "64MiB", "write_policy": write_policy}
@@ -114,7 +111,10 @@ def test_prompts_in_small_chunks_without_vllms_own_cache(qwen3: Path) -> None:
 
 def test_no_more_and_no_less_is_loaded_than_allowed(qwen3: Path) -> None:
     expected, prompts = truth_of(qwen3, "limits", NAMES), prompts_of("limits")
-    limits = {"min_load_tokens": 4 * BLOCK_TOKENS, "max_load_tokens": 6 * BLOCK_TOKENS}
+    limits: dict[str, Any] = {
+        "min_load_tokens": 4 * BLOCK_TOKENS,
+        "max_load_tokens": 6 * BLOCK_TOKENS,
+    }
     with open_connected(qwen3, **limits) as engine:
         generate(engine, prompts[:1])
         reset_apc(engine)

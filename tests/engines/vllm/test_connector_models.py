@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from connector_rig import (
@@ -29,7 +30,7 @@ def test_pages_of_every_kind_come_back_from_host_and_from_disk(
 ) -> None:
     model, prompts = model_of(kind), prompts_of("kinds")
     expected = truth_of(model, "kinds", ["kinds", "broken"])
-    store = {"disk": str(tmp_path), "disk_size": "64MiB"}
+    store: dict[str, Any] = {"disk": str(tmp_path), "disk_size": "64MiB"}
     with open_connected(model, **store) as engine:
         groups = len(scheduler_side(engine)._groups)
         assert groups == (2 if kind == "sliding" else 1)

@@ -46,7 +46,7 @@ def break_next_copy_on_rank_1(worker: Any) -> None:
 def test_two_ranks_carry_out_one_plan_each_on_its_share(qwen3: Path, tmp_path: Path) -> None:
     """Row 32: a page counts when both have it; a load that fails on one has failed."""
     expected = {name: truth_of(qwen3, name, NAMES) for name in NAMES}
-    store = {"disk": str(tmp_path), "disk_size": "64MiB"}
+    store: dict[str, Any] = {"disk": str(tmp_path), "disk_size": "64MiB"}
     options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     with open_connected(qwen3, options=options, **store) as engine:
         prompts = prompts_of("ranks")
@@ -80,7 +80,7 @@ def test_an_engine_core_in_a_process_of_its_own(qwen3: Path, tmp_path: Path) -> 
     Row 16: keys do not differ from one process to the next.
     """
     expected, prompts = truth_of(qwen3, "processes", NAMES), prompts_of("processes")
-    store = {"disk": str(tmp_path), "disk_size": "64MiB"}
+    store: dict[str, Any] = {"disk": str(tmp_path), "disk_size": "64MiB"}
     with open_connected(qwen3, **store) as engine:
         assert tokens_of(generate(engine, prompts[:2])) == expected[:2]
         reset_apc(engine)

@@ -19,7 +19,7 @@ __all__ = ["TieredKVConnector", "TieredKVTier", "register"]
 
 
 def register() -> None:
-    """The entry point, called by vLLM in each of its processes: makes the connector's name known."""
+    """The entry point: vLLM calls it in each of its processes, to know the connector by name."""
     factory = import_module("vllm.distributed.kv_transfer.kv_connector.factory").KVConnectorFactory
     with suppress(ValueError):  # it is known already
         factory.register_connector(

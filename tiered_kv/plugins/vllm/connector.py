@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 _log = init_logger(__name__)
 
 
-class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
     """KV pages of vLLM in pinned host memory and on disk.
 
     Raises:

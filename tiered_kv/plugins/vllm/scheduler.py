@@ -260,7 +260,8 @@ class SchedulerSide:
             self._readers.setdefault(block, set()).add(job.id)
 
     def _block(self, group: int, block_id: int) -> int:
-        return group * self._blocks + block_id
+        number: int = group * self._blocks + block_id
+        return number
 
     def _take_blocks(self, table: BlockIds, first: int) -> None:
         """The engine will overwrite these blocks: who still reads them must be through."""
