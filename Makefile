@@ -55,4 +55,4 @@ types: install
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(SGLANG) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(SGLANG) .venv-lmcache build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

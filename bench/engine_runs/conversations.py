@@ -34,9 +34,9 @@ class Workload:
     conversations: int = 8
     turns: int = 6
     long_tokens: int = 2048
-    short_tokens: tuple[int, int] = (192, 896)
+    short_tokens: tuple[int, int] = (128, 640)
     question_tokens: int = 48
-    answer_tokens: int = 4
+    answer_tokens: int = 3
     seed: int = 0
 
     @property

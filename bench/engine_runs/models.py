@@ -18,7 +18,7 @@ class ModelSize:
     """Shape of a model; its KV is float32, as its weights are.
 
     `spread` is the standard deviation of the weights: large enough that 32 other tokens early in a
-    prompt give another answer (8 times of 9). With less the model repeats its last token, and
+    prompt give another answer (nearly always). With less the model repeats its last token, and
     wrong KV would not be seen.
     """
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from bench.engine_runs.conversations import Phase, Turn, prompt, random_tokens
 
 _SETTLE_S = 60.0
-_WARM_UP = ((64, 4), (1024, 4))  # (prompt, answer) tokens
+_WARM_UP = ((64, 3), (768, 3))  # (prompt, answer) tokens
 _COUNTED = ("vllm:external_prefix_cache", "vllm:prompt_tokens_cached_by_source", "vllm:tiered_kv")
 
 

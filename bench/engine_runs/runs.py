@@ -122,10 +122,11 @@ class Runner:
         setup = Setup(self._outcome.sizes, folder / "kv", lmcache_server.free_port())
         setup.folder.mkdir()
         self._note_configuration(variant)
-        half = (workload.turns + 1) // 2
-        phases: list[tuple[Phase, int, int]] = [("start", 0, workload.turns)]
+        end_turn = min(workload.turns, variant.turns or workload.turns)
+        half = (end_turn + 1) // 2
+        phases: list[tuple[Phase, int, int]] = [("start", 0, end_turn)]
         if variant.restarts:
-            phases = [("start", 0, half), ("restarted", half, workload.turns)]
+            phases = [("start", 0, half), ("restarted", half, end_turn)]
         turns: list[Turn] = []
         for phase, first, end in phases:
             answers: list[list[list[int]]] = [[] for _ in self._questions]

@@ -44,7 +44,7 @@ class Sizes:
             engine_tokens=_up(longest + longest // 4, BLOCK_TOKENS),
             all_tokens=_up(total + 2 * longest, BLOCK_TOKENS),
             host_bytes=_up(2 * total * per_token + 16 * mib, mib),
-            small_host_bytes=_up(5 * longest * per_token // 2 + mib, mib),
+            small_host_bytes=_up(2 * longest * per_token + mib, mib),
             disk_bytes=_up(3 * total * per_token + 64 * mib, mib),
         )
 
@@ -139,6 +139,7 @@ class Variant:
         restarts: whether the engine is restarted halfway, with an empty page cache of its files.
         keeps_all: whether the engine's own KV cache holds all conversations.
         rounds: at most so many; None: as many as there are.
+        turns: the same of turns; two show what never hits.
         server: the tiers of a server that runs beside the engine.
     """
 
@@ -149,6 +150,7 @@ class Variant:
     restarts: bool = False
     keeps_all: bool = False
     rounds: int | None = None
+    turns: int | None = None
     server: Literal["host", "disk"] | None = None
 
     @property
@@ -181,7 +183,7 @@ VARIANTS = {
             "vLLM's tiering, fs tier, after a restart",
             _vllm_disk,
             restarts=True,
-            rounds=2,
+            rounds=1,
         ),
         Variant(
             "lmcache-disk",
@@ -189,10 +191,10 @@ VARIANTS = {
             _lmcache,
             venv="lmcache",
             restarts=True,
-            rounds=2,
+            rounds=1,
             server="disk",
         ),
-        Variant("vllm-example", "vLLM's ExampleConnector", _example, rounds=1),
+        Variant("vllm-example", "vLLM's ExampleConnector", _example, rounds=1, turns=2),
         Variant(
             "resident",
             "vLLM alone with a KV cache that holds all: the floor",
