@@ -250,3 +250,22 @@ def _fail_sometimes(rig: Engine, rng: random.Random, monkeypatch: pytest.MonkeyP
             write(slots, pages)
 
         monkeypatch.setattr(rank.disk, "write", flaky)
+
+
+def test_an_idle_step_waits_for_the_end_of_a_job(
+    engine: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that goes round without a pause takes the interpreter from those it waits for."""
+    rig = engine()
+    (rank,) = rig.ranks
+    monkeypatch.setattr("tiered_kv.carrier.IDLE_S", 30.0)
+    rank.carrier.wait_for_news()  # nothing is under way: at once
+    rig.decider.put(chain("a"), [0])
+    rank.compute(chain("a"), [0])
+    rank.carrier.receive(rig.decider.order())
+    rank.carrier.start()
+    rank.carrier.wait_for_news()
+    report = rank.carrier.report()
+    assert report is not None
+    rig.decider.take(report)
+    assert rig.decider.match(chain("a")).ready == 1

@@ -10,7 +10,6 @@ import logging
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import NamedTuple
 
 from tiered_kv.counters import Counters, StoreStats
@@ -31,6 +30,7 @@ _log = logging.getLogger(__name__)
 
 FENCE_S = 0.2  # the engine waits this long for pages it gives away to be copied, then they are not
 CLOSE_S = 60.0
+IDLE_S = 0.005  # an engine that has nothing to compute asks again after this time
 
 
 class Loaded(NamedTuple):
@@ -96,6 +96,8 @@ class Carrier:
         self._ended: dict[int, JobEnd] = {}
         self._unheard: set[int] = set()  # running loads that failed, of which the decider must hear
         self._failed: set[int] = set()  # loads that failed, not reported yet
+        self._is_closed = False
+        self._has_news = threading.Event()  # a job has ended
 
     def facts(self) -> RankFacts:
         """What this rank has, for the decider to start with."""
@@ -116,8 +118,7 @@ class Carrier:
         with self._lock:
             for job in order.jobs:
                 self._manifest.expect(job.plan)
-                is_void = job.is_void or (job.kind == "put" and bool(self._unheard))
-                self._queued[job.id] = replace(job, is_void=is_void) if is_void else job
+                self._queued[job.id] = job
 
     def _adopt(self, adopted: tuple[tuple[PageKey, int], ...]) -> None:
         if self._disk is None or self._disk_slots is None:
@@ -168,6 +169,7 @@ class Carrier:
         arrived = run.transfer.arrived_pages if job.kind == "get" else 0
         self._ended[job.id] = JobEnd(1, arrived, lost, bad)
         del self._flights[job.id]
+        self._has_news.set()
 
     # -- the engine's step -------------------------------------------------------------------------
 
@@ -231,6 +233,18 @@ class Carrier:
             self._failed.add(flight.job.id)
         return loaded
 
+    def wait_for_news(self) -> None:
+        """Block until a job ends, for `IDLE_S` at most; at once if none is under way.
+
+        For an engine that steps though no request can run: going round without a pause, it would
+        take the interpreter from the threads that it waits for.
+        """
+        with self._lock:
+            if self._ended or not self._flights:
+                return
+            self._has_news.clear()
+        self._has_news.wait(IDLE_S)
+
     def report(self) -> Report | None:
         """What has become of jobs since the last call; None if there is nothing to say."""
         with self._lock:
@@ -253,11 +267,14 @@ class Carrier:
         return {DISK: (self._disk.used_bytes, self._disk.capacity_bytes)}
 
     def close(self) -> None:
-        """Finish what has been started, then give memory, files and locks back.
+        """Finish what has been started, then give memory, files and locks back. Twice is harmless.
 
         A medium that hangs is waited for no longer than `CLOSE_S`; then its lock is left to the end
         of the process.
         """
+        if self._is_closed:
+            return
+        self._is_closed = True
         until = time.monotonic() + CLOSE_S
         with self._lock:
             flights = list(self._flights.values())

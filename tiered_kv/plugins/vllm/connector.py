@@ -184,6 +184,9 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         """Begin stores and other loads; they wait for the forward pass, not the engine for them."""
         self.worker.start_rest()
+        step = self._get_connector_metadata()
+        if isinstance(step, StepOrder) and step.is_idle:
+            self.worker.pause()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Requests whose loads are over."""
@@ -228,7 +231,8 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """The step's order."""
-        return StepOrder(self.scheduler.build(scheduler_output))
+        is_idle = scheduler_output.total_num_scheduled_tokens == 0
+        return StepOrder(self.scheduler.build(scheduler_output), is_idle)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """The ranks' report."""

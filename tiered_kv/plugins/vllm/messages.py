@@ -14,9 +14,14 @@ from tiered_kv.orders import Order, RankFacts, Report
 
 @dataclass
 class StepOrder(KVConnectorMetadata):
-    """Down, in every step."""
+    """Down, in every step.
+
+    Attributes:
+        is_idle: no request runs in this step: they wait for loads, or stores are still under way.
+    """
 
     order: Order
+    is_idle: bool = False
 
 
 @dataclass

@@ -299,8 +299,7 @@ class SchedulerSide:
             self._introduce(step.facts)
         if self._decider is None:
             return
-        for owner in self._decider.failed_owners(step.report) & self._tracked.keys():
-            self._tracked[owner].load_failed()
+        failed = self._decider.failed_owners(step.report)
         for ended in self._decider.take(step.report):
             self._busy_until = time.monotonic() + self._settings.load_deadline_s
             if ended.job.kind == "put":
@@ -309,6 +308,10 @@ class SchedulerSide:
                 stretch = self._fetches.pop(ended.job.id)
                 stretch.tracked.fetch = Fetch.NONE
                 self._tell(stretch)
+            elif ended.arrived < len(ended.job.slots):
+                failed.add(ended.job.owner)
+        for owner in failed & self._tracked.keys():
+            self._tracked[owner].load_failed()
 
     def disown(self, blocks: set[int]) -> None:
         """Blocks do not hold what they should, nor do those computed over them: forget their names.

@@ -107,6 +107,10 @@ class WorkerSide:
         self._finish_running()
         self._carrier.start()
 
+    def pause(self) -> None:
+        """In a step in which no request runs: let the copying threads have the interpreter."""
+        self._carrier.wait_for_news()
+
     def transfer_results(self) -> KVConnectorTransferResults:
         """Requests whose loads are over."""
         self._finish_running()  # before the step's failures are asked for, whatever comes later
