@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,13 +60,15 @@ class Rank:
         )
         self.carrier = Carrier(self.hbm, self.host, self.disk or None, ranks=ranks, **settings)
 
-    def compute(self, keys: Iterable[PageKey], slots: Iterable[int]) -> None:
-        """Write pages into HBM as a forward pass does."""
+    def compute(
+        self, keys: Iterable[PageKey], slots: Iterable[int], *, is_wrong: bool = False
+    ) -> None:
+        """Write pages into HBM as a forward pass does; wrong ones if what it read was wrong."""
         for key, slot in zip(keys, slots, strict=True):
             page = content(key, self.rank)
             for layer, tensor in enumerate(self.hbm.layers):
                 size = tensor.shape[1]
-                tensor.numpy()[slot] = page[layer * size : (layer + 1) * size]
+                tensor.numpy()[slot] = page[layer * size : (layer + 1) * size] ^ is_wrong
 
     def page(self, slot: int) -> np.ndarray:
         """What stands in a slot."""
@@ -76,6 +79,7 @@ class Engine:
     """A scheduler with a decider, and ranks with carriers.
 
     Args:
+        lag: so many steps are decided before it is known how one went.
         settings: of the carriers.
     """
 
@@ -87,14 +91,18 @@ class Engine:
         disk: Path | None = None,
         disk_size: int = 16 << 20,
         write_through: bool = True,
+        lag: int = 0,
         **settings: Any,
     ) -> None:
+        self.lag = lag
+        self._unread: deque[list[Report]] = deque()
         self.ranks = [
             Rank(rank, ranks, host_pages, disk, disk_size, **settings) for rank in range(ranks)
         ]
         facts = [pickle.loads(pickle.dumps(rank.carrier.facts())) for rank in self.ranks]
         self.decider = Decider(facts, write_through=write_through)
         self.arrived: dict[int, int] = {}  # job id -> pages in HBM on all ranks
+        self._told: Counter[int] = Counter()  # job id -> ranks that say its load is over
 
     def step(
         self,
@@ -104,39 +112,51 @@ class Engine:
     ) -> list[Ended]:
         """One engine step: order, loads, forward pass, stores, report."""
         order = self.decider.order(fences)
-        ended: list[Ended] = []
-        reports = [
-            self._carry(rank, pickle.loads(pickle.dumps(order)), compute) for rank in self.ranks
+        loaded = [
+            load
+            for rank in self.ranks
+            for load in self._load(rank, pickle.loads(pickle.dumps(order)))
         ]
-        for report in reports:
-            if report is not None:
-                ended += self.decider.take(pickle.loads(pickle.dumps(report)))
+        is_wrong = any(load.failed_slots for load in loaded)  # on one rank: so is all they compute
+        reports = []
+        for rank in self.ranks:
+            rank.compute(*compute, is_wrong=is_wrong)
+            rank.carrier.start()
+            loaded += rank.carrier.finished_waiting()
+            reports.append(rank.carrier.report())
+        for load in loaded:
+            self._note(load)
+        self._unread.append([pickle.loads(pickle.dumps(report)) for report in reports if report])
+        ended: list[Ended] = []
+        while len(self._unread) > self.lag:
+            for report in self._unread.popleft():
+                ended += self.decider.take(report)
         return ended
 
-    def _carry(
-        self, rank: Rank, order: Order, compute: tuple[Sequence[PageKey], Sequence[int]]
-    ) -> Report | None:
+    @staticmethod
+    def _load(rank: Rank, order: Order) -> list[Loaded]:
         carrier = rank.carrier
         carrier.receive(order)
         carrier.fence(order.fences)
         carrier.start_running()
         for layer in range(LAYOUT.layers):
             carrier.wait_layer(layer)
-        rank.compute(*compute)
-        loaded = carrier.finish_running()
-        carrier.start()
-        for load in loaded + carrier.finished_waiting():
-            self._note(load)
-        return carrier.report()
+        return carrier.finish_running()
 
     def _note(self, load: Loaded) -> None:
+        self._told[load.job.id] += 1
         count = len(load.job.slots) - len(load.failed_slots)
         self.arrived[load.job.id] = min(count, self.arrived.get(load.job.id, count))
 
+    @property
+    def over(self) -> set[int]:
+        """Gets that are over on all ranks, as far as HBM is concerned."""
+        return {job for job, ranks in self._told.items() if ranks == len(self.ranks)}
+
     def settle(self) -> list[Ended]:
-        """Step until every job has ended."""
+        """Step until every job has ended, and all who wait have been told."""
         ended: list[Ended] = []
-        while self.decider.jobs_in_flight:
+        while self.decider.jobs_in_flight or any(rank.carrier._waiting for rank in self.ranks):
             for rank in self.ranks:
                 for flight in list(rank.carrier._flights.values()):
                     assert flight.transfer.settled.wait(30)

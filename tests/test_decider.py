@@ -215,7 +215,7 @@ def test_soak(
         _fail_sometimes(rig, rng, monkeypatch)
     prompts = [chain(*"abcdefgh"[:n], *name) for n in (2, 5, 8) for name in ("xyzuvw", "123456")]
     hits = 0
-    for _ in range(60):
+    for _ in range(25):
         keys = rng.choice(prompts)[: rng.randint(1, 14)]
         free = rng.sample(range(HBM_PAGES), len(keys))
         found = rig.decider.match(keys).pages
@@ -236,7 +236,7 @@ def test_soak(
         job = rig.decider.get(keys[:found], range(found), is_awaited=True)
         rig.settle()
         assert rig.holds(keys[: rig.arrived[job.id]], range(rig.arrived[job.id]))
-    assert hits > 50
+    assert hits > 20
 
 
 def _fail_sometimes(rig: Engine, rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,8 +31,8 @@ class TieredKVSettings(BaseModel):
     disk_size: Size | None = Field(default=None, description="bytes the directory may ever take")
     write_policy: WritePolicy = Field(
         default="through",
-        description="through: every page goes to disk at once; back: when host gives it up, so "
-        "what is on the host when the engine stops is lost",
+        description="through: every page goes to disk at once; back: when host gives it up, or the "
+        "engine stops, as far as disk has room",
     )
     policy: PolicyName = Field(
         default="lru", description="the order in which full tiers give pages up"
