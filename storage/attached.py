@@ -16,6 +16,7 @@ import torch
 
 from tiered_kv.errors import TieredKVError
 from tiered_kv.kernels.page_copy.api import Run, gather_pages, scatter_pages
+from tiered_kv.kernels.page_copy.rows import Rows
 from tiered_kv.storage.base import PageBuffer, check_batch
 from tiered_kv.storage.hbm import layer_steps
 
@@ -131,15 +132,14 @@ class AttachedHbm:
             ValueError: not one page a slot, a page too short, or a slot out of range.
         """
         rows = self._unpacked(slots)
+        if len(rows) != len(pages):
+            raise ValueError(f"{len(rows)} slots and {len(pages)} pages: they must be one to one")
         for group, (members, runs) in enumerate(zip(self._members, self._runs, strict=True)):
             low, high = bisect_left(members, first), bisect_left(members, last)
-            there = [
-                (row[group], page)
-                for row, page in zip(rows, pages, strict=True)
-                if row[group] != NULL_BLOCK
-            ]
+            there = [at for at, row in enumerate(rows) if row[group] != NULL_BLOCK]
             if low < high and there:
-                blocks, kept = zip(*there, strict=True)
+                blocks = [rows[at][group] for at in there]
+                kept = pages if len(there) == len(pages) else _select(pages, there)
                 scatter_pages(runs, blocks, kept, low, high)
 
     def read(self, slots: Sequence[int], into: Sequence[PageBuffer]) -> list[TieredKVError | None]:
@@ -185,6 +185,12 @@ class AttachedHbm:
 
     def _unpacked(self, slots: Sequence[int]) -> list[tuple[int, ...]]:
         return [unpack_blocks(slot, self.groups, self.blocks) for slot in slots]
+
+
+def _select(pages: Sequence[PageBuffer], positions: Sequence[int]) -> Sequence[PageBuffer]:
+    if isinstance(pages, Rows):
+        return pages.select(positions)
+    return [pages[at] for at in positions]
 
 
 def _check(layers: Sequence[AttachedLayer]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from tiered_kv.errors import TieredKVError
+from tiered_kv.kernels.page_copy.rows import Rows
 from tiered_kv.keys import PageKey
 from tiered_kv.slots import SlotPool
 
@@ -120,9 +121,10 @@ def check_batch(slots: Sequence[int], rows: Sequence[PageBuffer], page_bytes: in
     """
     if len(slots) != len(rows):
         raise ValueError(f"{len(rows)} pages for {len(slots)} slots: one slot a page")
-    for row in rows:
-        if row.shape != (page_bytes,):
-            raise ValueError(f"a page is one row of {page_bytes} bytes, not shape {row.shape}")
+    shapes = [rows.matrix.shape[1:]] if isinstance(rows, Rows) else [row.shape for row in rows]
+    for shape in shapes:
+        if shape != (page_bytes,):
+            raise ValueError(f"a page is one row of {page_bytes} bytes, not shape {shape}")
 
 
 class PooledTier(Tier):

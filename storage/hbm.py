@@ -23,7 +23,7 @@ from tiered_kv.storage.base import (
 )
 from tiered_kv.storage.slab import Slab
 
-_STEP_BYTES = 64 << 10  # of one page: below that, per-call cost outweighs an earlier layer on a CPU
+_STEP_BYTES = 1 << 20  # of one page: below that, calls cost more than an earlier layer gives
 
 
 class HbmTier(PooledTier):

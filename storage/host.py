@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tiered_kv.errors import ConfigError, TieredKVError
+from tiered_kv.kernels.page_copy.rows import Rows
 from tiered_kv.storage.base import (
     CheckReport,
     Page,
@@ -73,10 +74,14 @@ class HostTier(PooledTier):
         view: PageBuffer = self._views[slot]
         return view
 
-    def staging(self, i: int) -> PageBuffer:
-        """The memory of staging slot i < staging_pages; the caller sees that one uses it."""
-        view: PageBuffer = self._views[self._slots.capacity + i]
-        return view
+    def rows(self, slots: Sequence[int]) -> Rows:
+        """The memory of several slots, which a batch copy moves in few calls; else as `view`."""
+        return Rows(self._views, slots)
+
+    def staging(self, n: int) -> Rows:
+        """The memory of the first n <= staging_pages staging slots; the caller sees to its turn."""
+        first = self._slots.capacity
+        return Rows(self._views, range(first, first + n))
 
     def write(self, slots: Sequence[int], pages: Sequence[Page]) -> None:
         check_batch(slots, [page.data for page in pages], self.page_bytes)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from tiered_kv.errors import CorruptPageError, TierIOError
+from tiered_kv.kernels.page_copy.rows import Rows
 from tiered_kv.keys import PageKey
 from tiered_kv.mover import COPY_BATCH_BYTES, LOAD_BATCH_BYTES, WRITE_BATCH_BYTES, Mover, Place
 from tiered_kv.plan import DISK, HBM, HOST, Move
@@ -350,14 +351,15 @@ class Run:
         """Runs on the load stream, which waits for the copy: the staging slots are its own."""
         mover = self._mover
         moves = self._possible(batch)
-        buffers = [mover.host.staging(i) for i in range(len(moves))]
-        good = self._read(moves, buffers)
-        by_page = {move.page: buffer for move, buffer in zip(moves, buffers, strict=True)}
+        buffers = mover.host.staging(len(moves))
+        good = self._read(moves, list(buffers))
+        read = {move.page for move in good}
+        rows = buffers.select([at for at, move in enumerate(moves) if move.page in read])
         error: list[BaseException] = []
 
         def copy() -> None:
             try:
-                self._scatter(batch, good, mover.fill_stream, by_page)
+                self._scatter(batch, good, mover.fill_stream, rows)
             except BaseException as raised:  # handed to the load stream, which is waiting
                 error.append(raised)
 
@@ -371,7 +373,7 @@ class Run:
         batch: Batch,
         moves: Batch,
         stream: Stream,
-        staged: dict[int, Any] | None = None,
+        staged: Rows | None = None,
     ) -> Batch:
         """Copy pages into their HBM slots layer by layer, and say when each is through."""
         with self._hbm:
@@ -380,7 +382,7 @@ class Run:
         return made
 
     def _scatter_held(
-        self, batch: Batch, moves: Batch, stream: Stream, staged: dict[int, Any] | None
+        self, batch: Batch, moves: Batch, stream: Stream, staged: Rows | None
     ) -> Batch:
         mover = self._mover
         if self._device_event is not None:
@@ -394,13 +396,11 @@ class Run:
         )
         copied = [move for move in moves if move.source != HBM]
         slots = [move.target_slot for move in copied]
-        views = [
-            staged[move.page] if staged else mover.host.view(move.source_slot) for move in copied
-        ]
+        rows = staged or mover.host.rows([move.source_slot for move in copied])
         started = time.perf_counter()
         for first, last in mover.hbm.layer_steps:
             if copied:
-                mover.hbm.write_layers(slots, views, first, last)
+                mover.hbm.write_layers(slots, rows, first, last)
             mark = stream.mark()
             for layer in range(first, last):
                 self._layer_through(layer, mark)
@@ -439,7 +439,7 @@ class Run:
             moves = [] if self._has_left_hbm else self._possible(batch)
             mover.hbm.read(
                 [move.source_slot for move in moves],
-                [mover.host.view(move.target_slot) for move in moves],
+                mover.host.rows([move.target_slot for move in moves]),
             )
         mover.counters.moved(HBM, HOST, len(moves) * mover.hbm.page_bytes)
         return moves

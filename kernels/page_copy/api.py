@@ -1,20 +1,19 @@
 """Copy pages between a layer-first pool and contiguous host pages.
 
-On a CPU one strided numpy copy moves a page's layers of a run (2.2 us a page outside the copy
-itself); on a GPU every layer of a page is one asynchronous copy on the current stream.
+On a CPU pages that are `Rows` of one matrix go in few calls a batch (`cpu.py`), others one by one;
+on a GPU every layer of a page is one asynchronous copy on the current stream.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from tiered_kv.kernels.page_copy import reference
-
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+from tiered_kv.kernels.page_copy import cpu, reference
+from tiered_kv.kernels.page_copy.rows import Bytes, Rows, check_numbers
 
 
 class Run(NamedTuple):
@@ -36,6 +35,7 @@ def gather_pages(runs: Sequence[Run], slots: Sequence[int], into: Sequence[Bytes
 
     Raises:
         ValueError: a page shorter than the runs, or not one a slot.
+        IndexError: a slot that the pool does not have.
     """
     _validate(runs, slots, into)
     for run in runs:
@@ -43,6 +43,9 @@ def gather_pages(runs: Sequence[Run], slots: Sequence[int], into: Sequence[Bytes
         end = run.page_offset + layers * layer_bytes
         if run.pool.device.type == "cpu":
             pool = run.pool.numpy()
+            if cpu.pays(into, pool):
+                cpu.gather(pool, slots, into, run.page_offset)
+                continue
             for slot, page in zip(slots, into, strict=True):
                 target = page[run.page_offset : end].reshape(layers, layer_bytes)
                 np.copyto(target, pool[:, slot])
@@ -58,6 +61,7 @@ def scatter_pages(
 
     Raises:
         ValueError: a page shorter than the runs, or not one a slot.
+        IndexError: a slot that the pool does not have.
     """
     _validate(runs, slots, pages)
     for run in runs:
@@ -70,6 +74,9 @@ def scatter_pages(
         end = run.page_offset + high * layer_bytes
         if run.pool.device.type == "cpu":
             pool = run.pool.numpy()[low:high]
+            if cpu.pays(pages, pool):
+                cpu.scatter(pool, slots, pages, start)
+                continue
             for slot, page in zip(slots, pages, strict=True):
                 np.copyto(pool[:, slot], page[start:end].reshape(high - low, layer_bytes))
         else:
@@ -80,8 +87,9 @@ def scatter_pages(
 def _validate(runs: Sequence[Run], slots: Sequence[int], pages: Sequence[Bytes]) -> None:
     if len(slots) != len(pages):
         raise ValueError(f"{len(slots)} slots and {len(pages)} pages: they must be one to one")
+    check_numbers(slots, runs[0].pool.shape[1])
     last = runs[-1]
     page_bytes = last.page_offset + last.pool.shape[0] * last.pool.shape[2]
-    for page in pages:
-        if page.size < page_bytes:
-            raise ValueError(f"a page of {page.size} bytes where {page_bytes} are needed")
+    for page in (pages.matrix,) if isinstance(pages, Rows) else pages:
+        if page.shape[-1] < page_bytes:
+            raise ValueError(f"a page of {page.shape[-1]} bytes where {page_bytes} are needed")

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tiered_kv.kernels.page_copy import reference
-from tiered_kv.kernels.page_copy.api import Bytes, Run, gather_pages, scatter_pages
+from tiered_kv.kernels.page_copy.api import Run, gather_pages, scatter_pages
+from tiered_kv.kernels.page_copy.rows import Bytes
 
 # One entry a run: (layers, bytes a layer).
 SHAPES = {

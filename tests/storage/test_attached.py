@@ -280,8 +280,8 @@ def test_not_layerwise_a_page_is_written_in_one_step() -> None:
 def test_layerwise_small_layers_share_a_step_and_every_layer_has_one() -> None:
     small = attached(engine_views("LBHNC", layers=4), layerwise=True)
     assert small.layer_steps == [(0, 4)]
-    large = attached(engine_views("LBHNC", 5, heads=4, tokens=32, content=160), layerwise=True)
-    assert large.layer_steps == [(0, 2), (2, 4), (4, 5)]  # 40 KiB a layer, 64 KiB make a step
+    large = attached(engine_views("LBHNC", 5, heads=4, tokens=512, content=160), layerwise=True)
+    assert large.layer_steps == [(0, 2), (2, 4), (4, 5)]  # 640 KiB a layer, 1 MiB makes a step
 
 
 def test_copy_slots_copies_whole_pages_and_leaves_the_rest() -> None:
@@ -333,7 +333,7 @@ def test_an_engine_without_layers_is_refused() -> None:
 def test_a_batch_that_is_not_one_to_one_is_refused() -> None:
     hbm = attached(engine_views("LBHNC", layers=2))
     page = random_page(hbm)
-    with pytest.raises(ValueError, match="shorter"):
+    with pytest.raises(ValueError, match="one to one"):
         hbm.write_layers([1, 2], [page], 0, 2)
     with pytest.raises(ValueError, match="one slot a page"):
         hbm.read([1, 2], [page])

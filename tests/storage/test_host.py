@@ -40,7 +40,7 @@ class TestHostTierWithStaging(TestHostTier):
         pages = [page_of(slot, self.page_bytes) for slot in slots]
         tier.write(slots, pages)
         for at in range(tier.staging_pages):
-            tier.staging(at)[:] = 0xEE
+            tier.staging(tier.staging_pages)[at][:] = 0xEE
         assert read_all(tier, slots) == [page.data.tobytes() for page in pages]
         tier.close()
 
@@ -48,7 +48,7 @@ class TestHostTierWithStaging(TestHostTier):
 def test_every_slot_starts_where_direct_io_can_reach_it() -> None:
     tier = HostTier(5000, 10 * 8192, with_staging=True)
     views = [tier.view(slot) for slot in range(tier.capacity_pages)]
-    views += [tier.staging(at) for at in range(tier.staging_pages)]
+    views += tier.staging(tier.staging_pages)
     assert {view.ctypes.data % ALIGNMENT for view in views} == {0}
     assert {view.nbytes for view in views} == {5000}
 
