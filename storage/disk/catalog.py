@@ -6,7 +6,7 @@ import errno
 import os
 import stat
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -18,30 +18,17 @@ import xxhash
 
 from tiered_kv.errors import ConfigError, TieredKVError, TierIOError
 from tiered_kv.keys import KEY_BYTES, PageKey
-from tiered_kv.storage.disk.extent import Record
+from tiered_kv.storage.disk.entries import ENTRY, Entries, entries_from
+from tiered_kv.storage.disk.extent import HAS_PARENT, Record
 
 # parent, payload checksum, sequence, generation, offset, stored bytes, segment, codec, flags
 _ENTRY = struct.Struct("<32s16sQQQQIHH")
-ENTRY = np.dtype(
-    [
-        ("parent", "u1", KEY_BYTES),
-        ("checksum", "u1", 16),
-        ("sequence", "<u8"),
-        ("generation", "<u8"),
-        ("offset", "<u8"),
-        ("stored_bytes", "<u8"),
-        ("segment", "<u4"),
-        ("codec", "<u2"),
-        ("flags", "<u2"),
-        ("seal", "<u8"),
-    ]
-)
-"""An entry and its seal, for reading many at once."""
+_SEQUENCE_AT = 48
 _SEAL = struct.Struct("<Q")  # xxh3-64 of key and entry
-HAS_PARENT = 1
+assert _ENTRY.size + _SEAL.size == ENTRY.itemsize
 _SEGMENT = struct.Struct(">I")
 _NUMBER = struct.Struct("<Q")
-_BATCH_ENTRIES = 1024
+_BATCH_ENTRIES = 8192
 
 
 class CatalogDamagedError(TieredKVError):
@@ -64,6 +51,7 @@ class Catalog:
             CatalogDamagedError: what is there is no LMDB.
         """
         self._path, self._map_bytes = path, map_bytes
+        self._noted: dict[int, int] = {}  # generations known to be in the catalog
         self._open()
         fd = os.open(path / "data.mdb", os.O_RDWR | os.O_NOFOLLOW)
         try:
@@ -123,8 +111,13 @@ class Catalog:
             is_there = cursor.set_range(after) if after else cursor.first()
             if is_there and after and cursor.key() == after:
                 is_there = cursor.next()
-            rows = list(islice(cursor.iternext(), _BATCH_ENTRIES)) if is_there else []
-        return [PageKey(bytes(key)) for key, _ in rows], [bytes(value) for _, value in rows]
+            keys: list[PageKey] = []
+            values: list[bytes] = []
+            rows: Any = cursor.iternext()  # of bytes
+            for key, value in islice(rows, _BATCH_ENTRIES if is_there else 0):
+                keys.append(key)  # a list of pairs would have the collector go over all there is
+                values.append(value)
+        return keys, values
 
     def records(self) -> Iterator[tuple[Record, int]]:
         """Every record with its generation, in key order.
@@ -151,11 +144,12 @@ class Catalog:
     def commit(
         self,
         *,
-        moved: Iterable[Record] = (),
-        deleted: Iterable[tuple[PageKey, int]] = (),
-        added: Iterable[Record] = (),
+        moved: Sequence[Record] = (),
+        deleted: Sequence[tuple[PageKey, int]] = (),
+        added: Entries | None = None,
         generations: dict[int, int],
         identity: tuple[bytes, int] | None = None,
+        when: Callable[[], None] = lambda: None,
     ) -> None:
         """Apply everything in one durable transaction, in the order of the arguments.
 
@@ -165,27 +159,27 @@ class Catalog:
             added: new records; they replace what the key had.
             generations: of at least the segments named by the records.
             identity: store id and epoch to note.
+            when: called when all is prepared; returns when it may be committed. What it raises
+                undoes all.
 
         Raises:
             TierIOError: the map is full or the medium failed; nothing was applied.
         """
         try:
             with self._env.begin(write=True, db=self._pages) as txn:
-                for record in moved:
-                    if _sequence_of(txn, record.key) == record.sequence:
-                        txn.put(record.key, _encode(record, generations[record.segment]))
-                for key, sequence in deleted:
+                self._move(txn, moved, generations)
+                for key, sequence in sorted(deleted):
                     if _sequence_of(txn, key) == sequence:
                         txn.delete(key)
-                for record in added:
-                    txn.put(record.key, _encode(record, generations[record.segment]))
-                for segment, generation in generations.items():
-                    name, value = _SEGMENT.pack(segment), _NUMBER.pack(generation)
-                    if txn.get(name, db=self._segments) != value:
-                        txn.put(name, value, db=self._segments)
+                if added is not None:
+                    with txn.cursor() as cursor:
+                        cursor.putmulti(added.items(generations))
+                self._note(txn, generations)
                 if identity is not None:
                     txn.put(b"store", identity[0], db=self._meta)
                     txn.put(b"epoch", _NUMBER.pack(identity[1]), db=self._meta)
+                when()
+            self._noted |= generations
         except lmdb.MapFullError as error:
             raise TierIOError(
                 "the catalog of the disk tier is full: nothing of this batch was stored",
@@ -196,6 +190,21 @@ class Catalog:
             number = errno.ENOSPC if isinstance(error, lmdb.DiskError) else errno.EIO
             message = f"the catalog of the disk tier failed: {error}"
             raise TierIOError(message, tier="disk", errno=number) from error
+
+    def _move(
+        self, txn: lmdb.Transaction, moved: Sequence[Record], generations: dict[int, int]
+    ) -> None:
+        here = [record for record in moved if _sequence_of(txn, record.key) == record.sequence]
+        if here:
+            with txn.cursor() as cursor:
+                cursor.putmulti(entries_from(here).items(generations))
+
+    def _note(self, txn: lmdb.Transaction, generations: dict[int, int]) -> None:
+        if generations == self._noted:
+            return
+        for segment, generation in generations.items():
+            if self._noted.get(segment) != generation:
+                txn.put(_SEGMENT.pack(segment), _NUMBER.pack(generation), db=self._segments)
 
     def close(self) -> None:
         """Give the map back."""
@@ -212,33 +221,20 @@ class Catalog:
 
 def _sequence_of(txn: lmdb.Transaction, key: PageKey) -> int | None:
     value = txn.get(key)
-    return None if value is None else int(_ENTRY.unpack_from(value)[2])
-
-
-def _encode(record: Record, generation: int) -> bytes:
-    entry = _ENTRY.pack(
-        record.parent or b"",
-        record.checksum,
-        record.sequence,
-        generation,
-        record.offset,
-        record.stored_bytes,
-        record.segment,
-        record.codec,
-        0 if record.parent is None else HAS_PARENT,
-    )
-    return entry + _SEAL.pack(xxhash.xxh3_64_intdigest(record.key + entry))
+    return None if value is None else int(_NUMBER.unpack_from(value, _SEQUENCE_AT)[0])
 
 
 def _decode_all(keys: list[PageKey], values: list[bytes]) -> np.ndarray[Any, Any]:
-    for key, value in zip(keys, values, strict=True):
-        if len(key) != KEY_BYTES or len(value) != ENTRY.itemsize:
-            raise CatalogDamagedError(f"the catalog entry of {key.hex()[:8]} has a wrong length")
+    if {*map(len, keys)} - {KEY_BYTES} or {*map(len, values)} - {ENTRY.itemsize}:
+        wrong = next(
+            key
+            for key, value in zip(keys, values, strict=True)
+            if len(key) != KEY_BYTES or len(value) != ENTRY.itemsize
+        )
+        raise CatalogDamagedError(f"the catalog entry of {wrong.hex()[:8]} has a wrong length")
     entries = np.frombuffer(b"".join(values), ENTRY)
-    seals = [
-        xxhash.xxh3_64_intdigest(key + value[: _ENTRY.size])
-        for key, value in zip(keys, values, strict=True)
-    ]
+    digest, sealed = xxhash.xxh3_64_intdigest, _ENTRY.size
+    seals = [digest(key + value[:sealed]) for key, value in zip(keys, values, strict=True)]
     bad = np.flatnonzero(entries["seal"] != np.array(seals, np.uint64))
     if len(bad):
         name = keys[int(bad[0])].hex()[:8]

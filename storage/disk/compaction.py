@@ -7,11 +7,14 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from tiered_kv.storage.base import PageBuffer
 from tiered_kv.storage.disk.direct_io import BLOCK_BYTES, aligned_buffer
-from tiered_kv.storage.disk.extent import Record, checksum_of
+from tiered_kv.storage.disk.extent import Record, checksum_of, rows_from
 from tiered_kv.storage.disk.geometry import Geometry
 from tiered_kv.storage.disk.log import EXTENT_BYTES, SegmentLog
+from tiered_kv.storage.disk.precedence import Precedence
 from tiered_kv.storage.disk.records import LOST, Records
 from tiered_kv.storage.disk.runs import plan_runs
 from tiered_kv.storage.disk.segment import SegmentFiles
@@ -35,6 +38,7 @@ class Compaction:
         records: Records,
         geometry: Geometry,
         commit: Callable[[], None],
+        precedence: Precedence,
     ) -> None:
         """`commit` makes every change that is true in memory durable in the catalog."""
         self._log = log
@@ -43,6 +47,7 @@ class Compaction:
         self._stride = geometry.stride_bytes
         self._page_bytes = geometry.page_bytes
         self._commit = commit
+        self._precedence = precedence
         self._buffer: PageBuffer | None = None
 
     def make_room(self) -> None:
@@ -99,6 +104,7 @@ class Compaction:
     def _copy(self, live: Sequence[tuple[int, Record]]) -> list[tuple[int, Record]]:
         if self._buffer is None:
             self._buffer = aligned_buffer(BLOCK_BYTES + max(EXTENT_BYTES, self._stride))
+        self._precedence.let_reads_pass(len(live) * self._stride)
         self._fetch(live, self._buffer)
         sound = []
         for at, (slot, record) in enumerate(live):
@@ -109,29 +115,34 @@ class Compaction:
                 self._drop(slot, record)
         if not sound:
             return []
-        extent = self._log.claim([record for _, record in live])
-        placed = tuple(extent.records[at] for at in sound)
-        self._log.write_copy(replace(extent, records=placed), self._buffer)
-        return [(live[at][0], extent.records[at]) for at in sound]
+        place, offsets = self._log.claim(len(live))
+        copies = [
+            (live[at][0], replace(live[at][1], segment=place.segment, offset=int(offsets[at])))
+            for at in sound
+        ]
+        self._log.write_copy(place, rows_from([record for _, record in copies]), self._buffer)
+        return copies
 
     def _fetch(self, live: Sequence[tuple[int, Record]], buffer: PageBuffer) -> None:
         places = [
             buffer[BLOCK_BYTES + at * self._stride :][: self._stride] for at in range(len(live))
         ]
         skipped = aligned_buffer(BLOCK_BYTES)
-        for run in plan_runs(enumerate([record for _, record in live]), self._stride):
+        segment = np.array([record.segment for _, record in live])
+        block = np.array([record.offset // BLOCK_BYTES for _, record in live])
+        for run in plan_runs(segment, block, self._stride):
             vectors: list[PageBuffer] = []
             end = run.offset
-            for at, record in run.wanted:
-                if record.offset > end:
+            for at, start in zip(run.wanted, run.starts, strict=True):
+                if start > end:
                     vectors.append(skipped)
                 vectors.append(places[at])
-                end = record.offset + self._stride
+                end = start + self._stride
             try:
                 self._files.read(run.segment, vectors, run.offset)
             except OSError:
-                for at, record in run.wanted:
-                    self._fetch_one(record, places[at])
+                for at in run.wanted:
+                    self._fetch_one(live[at][1], places[at])
 
     def _fetch_one(self, record: Record, place: PageBuffer) -> None:
         try:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tiered_kv.errors import StoreClosedError
 from tiered_kv.keys import PageKey
+from tiered_kv.storage.disk.batch import Batch
 from tiered_kv.storage.disk.columns import Column, Columns, column
+from tiered_kv.storage.disk.entries import Entries, entries_of
 from tiered_kv.storage.disk.extent import Record
 
 _CHUNK_SLOTS = 1024
@@ -19,8 +23,10 @@ EMPTY, WRITING, STORED, LOST = range(4)
 """States of a slot: holds nothing; being written; can be read; its page came back wrong."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredPage:
+_NEW: Callable[[type[Any], tuple[Any, ...]], Any] = tuple.__new__
+
+
+class StoredPage(NamedTuple):
     """A page the tier found when it was opened, or holds now.
 
     Attributes:
@@ -39,6 +45,24 @@ class Unsaved:
 
     moved: list[Record]
     deleted: list[tuple[PageKey, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """Where pages that were asked for lie, in columns.
+
+    Attributes:
+        positions: of each in the list of slots asked for.
+        block: where it starts in its segment.
+        absent: the position of what cannot be read -> the state of its slot.
+    """
+
+    positions: list[int]
+    keys: list[PageKey]
+    segment: Column
+    block: Column
+    checksum: Column
+    absent: dict[int, int]
 
 
 class Records:
@@ -60,41 +84,45 @@ class Records:
         self._unsaved = Unsaved([], [])
         self._is_closed = False
 
-    def put(self, slot: int, record: Record) -> None:
-        """Note a record that is being written to an empty slot."""
+    def put(self, batch: Batch, here: slice, segment: int) -> None:
+        """Note pages of a batch that are being written to a segment, in slots that are empty."""
+        slots, rows = batch.slots[here], batch.rows[here]
         with self._changed:
-            assert self._state[slot] in (EMPTY, LOST)
-            self._state[slot] = WRITING
-            self._rows.set(slot, record)
-            self._live_pages[record.segment] += 1
+            states = self._state[slots]
+            assert ((states == EMPTY) | (states == LOST)).all()
+            self._state[slots] = WRITING
+            self._rows.set_all(slots, batch.keys[here], batch.parents[here], rows, segment)
+            self._live_pages[segment] += len(slots)
 
-    def seal(self, slot: int, checksum: bytes) -> None:
-        """Note the checksum of a record whose place was taken before its bytes were read."""
+    def written(self, batch: Batch) -> Entries | None:
+        """Where the pages of a batch that is being written lie now; None if some were lost."""
         with self._changed:
-            self._rows.checksum[slot] = np.frombuffer(checksum, np.uint8)
+            if (self._state[batch.slots] != WRITING).any():
+                return None
+            segments, blocks = self._rows.segment[batch.slots], self._rows.block[batch.slots]
+        return entries_of(batch.keys, batch.rows, segments, blocks)
 
-    def written(self, slots: Iterable[int]) -> list[Record]:
-        """The records of slots that are being written, as placed now; without those lost since."""
-        with self._changed:
-            return [self._rows.record(slot) for slot in slots if self._state[slot] == WRITING]
-
-    def publish(self, slots: Iterable[int]) -> None:
+    def publish(self, slots: Column) -> None:
         """From now on these can be read."""
         with self._changed:
-            for slot in slots:
-                self._state[slot] = STORED
+            self._state[slots] = STORED
 
-    def forget(self, slots: Iterable[int], state: int = EMPTY) -> None:
+    def forget(self, slots: Sequence[int] | set[int] | Column, state: int = EMPTY) -> None:
         """Empty slots (or mark them LOST), to be dropped from the catalog at the next commit."""
+        wanted = np.fromiter(slots, np.int64, len(slots))
         with self._changed:
             rows = self._rows
-            for slot in slots:
-                if self._state[slot] in (WRITING, STORED):
-                    self._live_pages[rows.segment[slot]] -= 1
-                    if self._state[slot] == STORED:
-                        self._unsaved.deleted.append((rows.key(slot), int(rows.sequence[slot])))
-                    rows.clear(slot)
-                self._state[slot] = state
+            states = self._state[wanted]
+            held = wanted[(states == WRITING) | (states == STORED)]
+            stored = wanted[states == STORED]
+            self._state[wanted] = state
+            for segment, count in _counted(rows.segment[held]):
+                self._live_pages[segment] -= count
+            sequences = rows.sequence[stored].tolist()
+            keys = [rows.key(slot) for slot in stored.tolist()]
+            self._unsaved.deleted.extend(zip(keys, sequences, strict=True))
+            for slot in held.tolist():
+                rows.clear(slot)
 
     def move(self, slot: int, to: Record) -> None:
         """This record lies elsewhere now; ignored if the slot holds another record by now."""
@@ -120,18 +148,24 @@ class Records:
             self._unsaved.moved[:0] = taken.moved
             self._unsaved.deleted[:0] = taken.deleted
 
-    def locate(self, slots: Sequence[int]) -> list[Record | int]:
-        """For each slot its record, its segment held until `release`, or else its state."""
+    def locate(self, slots: Sequence[int]) -> Located:
+        """Where these slots' pages lie; their segments are held until `release`."""
+        wanted = np.fromiter(slots, np.int64, len(slots))
         with self._changed:
             if self._is_closed:
                 raise StoreClosedError("the disk tier is closed")
-            found: list[Record | int] = []
-            for slot in slots:
-                state = int(self._state[slot])
-                found.append(self._rows.record(slot) if state == STORED else state)
-                if state == STORED:
-                    self._readers[self._rows.segment[slot]] += 1
-            return found
+            rows = self._rows
+            states = self._state[wanted]
+            positions = np.flatnonzero(states == STORED)
+            found = wanted[positions]
+            segment = rows.segment[found]
+            for number, count in _counted(segment):
+                self._readers[number] += count
+            keys = [rows.key(slot) for slot in found.tolist()]
+            absent = {at: int(states[at]) for at in np.flatnonzero(states != STORED).tolist()}
+            return Located(
+                positions.tolist(), keys, segment, rows.block[found], rows.checksum[found], absent
+            )
 
     def release(self, segment: int, count: int) -> None:
         """Readers of `count` records in a segment are done."""
@@ -172,17 +206,17 @@ class Records:
             order = column(count, "i4")
             order[:] = np.argsort(self._rows.sequence[:count])
         for start in range(0, count, _CHUNK_SLOTS):
-            yield from self._stored_pages(order[start : start + _CHUNK_SLOTS].tolist(), newest)
+            yield from self._stored_pages(order[start : start + _CHUNK_SLOTS], newest)
 
-    def _stored_pages(self, slots: Iterable[int], newest: int) -> list[StoredPage]:
+    def _stored_pages(self, slots: Column, newest: int) -> Iterator[StoredPage]:
         with self._changed:
             rows = self._rows
-            found = [
-                StoredPage(rows.key(slot), rows.parents[slot], slot, int(rows.sequence[slot]))
-                for slot in slots
-                if self._state[slot] == STORED
-            ]
-        return [page for page in found if page.sequence <= newest]
+            found = slots[(self._state[slots] == STORED) & (rows.sequence[slots] <= newest)]
+            at, sequences = found.tolist(), rows.sequence[found].tolist()
+            keys: list[Any] = [rows.keys[slot] for slot in at]
+            parents = [rows.parents[slot] for slot in at]
+        found_rows = zip(keys, parents, at, sequences, strict=True)
+        return map(_NEW, repeat(StoredPage), found_rows)  # half the time of StoredPage(...)
 
     def by_place(self) -> Iterator[int]:
         """Every readable slot, in the order in which their pages lie on the medium."""
@@ -217,3 +251,8 @@ class Records:
             is_live = (self._state[here] == STORED) | (self._state[here] == WRITING)
             counted += np.bincount(self._rows.segment[here][is_live], minlength=len(counted))
         return [int(n) for n in counted]
+
+
+def _counted(segments: Column) -> Iterator[tuple[int, int]]:
+    numbers, counts = np.unique(segments, return_counts=True)
+    return zip(numbers.tolist(), counts.tolist(), strict=True)

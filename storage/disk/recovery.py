@@ -11,17 +11,14 @@ import numpy as np
 
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.base import PageBuffer
-from tiered_kv.storage.disk.catalog import (
-    HAS_PARENT,
-    Catalog,
-    CatalogDamagedError,
-    check_catalog_files,
-)
+from tiered_kv.storage.disk.catalog import Catalog, CatalogDamagedError, check_catalog_files
 from tiered_kv.storage.disk.columns import Column, Columns, Gathering
 from tiered_kv.storage.disk.direct_io import BLOCK_BYTES, aligned_buffer
 from tiered_kv.storage.disk.directory import StoreDirectory
+from tiered_kv.storage.disk.entries import entries_from
 from tiered_kv.storage.disk.extent import (
     CODEC_RAW,
+    HAS_PARENT,
     MAGIC,
     Extent,
     Record,
@@ -140,7 +137,9 @@ def _from_segments(
     directory.reset_catalog()
     catalog = Catalog(directory.catalog_path, marker.geometry.catalog_bytes)
     try:
-        catalog.commit(added=kept, generations=generations, identity=(marker.store_id, epoch))
+        catalog.commit(
+            added=entries_from(kept), generations=generations, identity=(marker.store_id, epoch)
+        )
     except BaseException:
         catalog.close()
         raise

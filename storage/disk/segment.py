@@ -35,6 +35,7 @@ class SegmentFiles:
         self._directory = directory
         self._geometry = directory.marker.geometry
         self._lock = threading.Lock()
+        self._made: set[int] = set()  # files whose names are not known to be on the medium
         self.direct_io = direct_io
         self.bytes_read = 0
         self.bytes_written = 0
@@ -64,7 +65,7 @@ class SegmentFiles:
         return found
 
     def create(self, segment: int) -> None:
-        """Make a segment's file and take all of its space; durable on return.
+        """Make a segment's file and take all of its space; durable after its first `sync`.
 
         Raises:
             OSError: no space within the budget or on the medium; then no file is left behind.
@@ -80,8 +81,8 @@ class SegmentFiles:
             if self._directory.disk_usage_bytes() + missing > self._geometry.capacity_bytes:
                 raise OSError(errno.ENOSPC, "the disk tier's capacity is used up")
             os.posix_fallocate(fd, 0, length)
-            os.fsync(fd)
-            os.fsync(folder)
+            with self._lock:
+                self._made.add(segment)
         except OSError:
             if was_empty:
                 os.unlink(segment_name(segment), dir_fd=folder)
@@ -112,6 +113,10 @@ class SegmentFiles:
             os.fdatasync(fd)
             if not self.direct_io:
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        if segment in self._made:  # its name too, before anything says that pages are there
+            os.fsync(self._directory.segments_fd)
+            with self._lock:
+                self._made.discard(segment)
 
     def read_block(self, segment: int, block: PageBuffer, offset: int) -> bytes:
         """One block through an aligned buffer of the caller."""

@@ -5,21 +5,25 @@ from __future__ import annotations
 import errno
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+
+import numpy as np
 
 from tiered_kv.errors import StoreClosedError, TieredKVError, TierIOError
 from tiered_kv.keys import KEY_BYTES
 from tiered_kv.slots import SlotPool
 from tiered_kv.storage.base import Page, PageBuffer, Tier
 from tiered_kv.storage.disk.audit import Audit, DiskReport
+from tiered_kv.storage.disk.batch import Batch
 from tiered_kv.storage.disk.compaction import Compaction
 from tiered_kv.storage.disk.direct_io import probe_direct
 from tiered_kv.storage.disk.directory import SESSIONS, StoreDirectory, no_space
-from tiered_kv.storage.disk.extent import Record
+from tiered_kv.storage.disk.entries import Entries
 from tiered_kv.storage.disk.geometry import Geometry
 from tiered_kv.storage.disk.log import SegmentLog
-from tiered_kv.storage.disk.parts import PageParts, PartedPage, parts_of, pieces
+from tiered_kv.storage.disk.parts import PageParts, PartedPage, pieces
+from tiered_kv.storage.disk.precedence import Precedence
 from tiered_kv.storage.disk.reader import PageReader
 from tiered_kv.storage.disk.records import Records, StoredPage
 from tiered_kv.storage.disk.recovery import Recovered, recover
@@ -27,6 +31,8 @@ from tiered_kv.storage.disk.segment import SegmentFiles
 
 _CHUNK_SLOTS = 4096
 _SMALL_PAGE_BYTES = 16 << 10
+_GROUP_PAGES = 1024  # committed at once, while the next are written: 3 ms, and a disk has its time
+_BYTE_BY_BYTE = (1,)
 _log = logging.getLogger(__name__)
 
 
@@ -107,13 +113,20 @@ class DiskTier(Tier):
         self.recovered_pages = len(recovered.records)
         self.was_rebuilt = recovered.was_rebuilt
         store_id = directory.marker.store_id
+        reads_first = self._precedence = Precedence()
         self._log = SegmentLog(
-            files, self._records, geometry, store_id, recovered.epoch, recovered.generations
+            files,
+            self._records,
+            geometry,
+            store_id,
+            recovered.epoch,
+            recovered.generations,
+            reads_first,
         )
-        self._compaction = Compaction(self._log, files, self._records, geometry, self._commit)
-        self._reader = PageReader(
-            files, self._records, self.page_bytes, geometry.stride_bytes, max(1, io_threads)
+        self._compaction = Compaction(
+            self._log, files, self._records, geometry, self._commit, reads_first
         )
+        self._reader = PageReader(files, self._records, geometry, max(1, io_threads), reads_first)
         self._slots_lock = threading.Lock()
         self._write_lock = threading.Lock()
         self._written_user_bytes = 0
@@ -205,28 +218,40 @@ class DiskTier(Tier):
             self._validate_write(slots, pages)
             self._records.forget(slots)
             try:
-                self._append(slots, pages)
-                added = self._records.written(slots)
-                if len(added) != len(slots):
-                    raise OSError(errno.EIO, "a page came back damaged right after it was written")
-                self._commit(added)
+                self._write_in_groups(slots, pages)
             except BaseException as error:
                 self._log.abandon()
                 self._records.forget(slots)
                 if isinstance(error, OSError) and not isinstance(error, TieredKVError):
                     raise _failure(f"writing {len(slots)} pages", error) from error
                 raise
-            self._records.publish(slots)
             self._written_user_bytes += len(slots) * self.page_bytes
 
-    def _append(self, slots: Sequence[int], pages: Sequence[Page | PartedPage]) -> None:
+    def _write_in_groups(self, slots: Sequence[int], pages: Sequence[Page | PartedPage]) -> None:
+        """One group commit after another, each while the next group's data are being written."""
+        size = _GROUP_PAGES
+        before: Batch | None = None
+        for at in range(0, len(slots), size):
+            group = Batch.of(slots[at : at + size], pages[at : at + size], self.page_bytes)
+            self._append(group)
+            if before is not None:
+                self._make_durable(before)
+            before = group
+        if before is not None:
+            self._make_durable(before)
+
+    def _append(self, group: Batch) -> None:
         done = 0
-        while done < len(slots):
+        while done < len(group):
             self._compaction.make_room()
-            upto = min(len(slots), done + self._log.places())
-            self._log.append(slots[done:upto], pages[done:upto])
-            done = upto
-        self._log.sync()
+            done = self._log.append(group, done)
+
+    def _make_durable(self, group: Batch) -> None:
+        entries = self._records.written(group)
+        if entries is None:
+            raise OSError(errno.EIO, "a page came back damaged right after it was written")
+        self._commit(entries, when=lambda: self._log.sync(group))
+        self._records.publish(group.slots)
 
     def _validate_write(self, slots: Sequence[int], pages: Sequence[Page | PartedPage]) -> None:
         if len(slots) != len(pages) or len(set(slots)) != len(slots):
@@ -234,17 +259,34 @@ class DiskTier(Tier):
                 f"{len(pages)} pages for slots {list(slots)}: one distinct slot a page"
             )
         with self._slots_lock:
-            for slot in slots:
-                if not self._slots.is_taken(slot):
-                    raise ValueError(f"disk slot {slot} is not reserved")
+            if not all(map(self._slots.is_taken, slots)):
+                slot = next(slot for slot in slots if not self._slots.is_taken(slot))
+                raise ValueError(f"disk slot {slot} is not reserved")
+        self._validate_buffers(
+            [page.parts if isinstance(page, PartedPage) else page.data for page in pages]
+        )
         for page in pages:
-            self._validate_parts(parts_of(page))
             if len(page.key) != KEY_BYTES or len(page.parent or page.key) != KEY_BYTES:
                 raise ValueError(f"a page key has {KEY_BYTES} bytes, not {len(page.key)}")
 
+    def _validate_buffers(self, buffers: Iterable[PageParts]) -> None:
+        row = (self.page_bytes,)
+        for buffer in buffers:
+            if not (
+                isinstance(buffer, np.ndarray)
+                and buffer.shape == row
+                and buffer.strides == _BYTE_BY_BYTE
+            ):
+                self._validate_parts(pieces(buffer))
+
     def _validate_parts(self, parts: Sequence[PageBuffer]) -> None:
-        is_sound = all(part.ndim == 1 and part.flags.c_contiguous for part in parts)
-        if not is_sound or sum(part.nbytes for part in parts) != self.page_bytes:
+        n_bytes = 0
+        for part in parts:
+            if part.ndim != 1 or not part.flags.c_contiguous:
+                n_bytes = -1
+                break
+            n_bytes += part.nbytes
+        if n_bytes != self.page_bytes:
             shapes = ", ".join(str(part.shape) for part in parts)
             raise ValueError(
                 f"a page is one contiguous row of {self.page_bytes} bytes, or rows that are so "
@@ -256,8 +298,7 @@ class DiskTier(Tier):
         self._require_open()
         if len(slots) != len(into):
             raise ValueError(f"{len(into)} buffers for {len(slots)} slots")
-        for buffer in into:
-            self._validate_parts(pieces(buffer))
+        self._validate_buffers(into)
         return self._reader.read(slots, into)
 
     def check(self, fix: bool = False) -> DiskReport:
@@ -309,7 +350,9 @@ class DiskTier(Tier):
                 self._catalog.close()
                 self._directory.close()
 
-    def _commit(self, added: Sequence[Record] = ()) -> None:
+    def _commit(
+        self, added: Entries | None = None, when: Callable[[], None] = lambda: None
+    ) -> None:
         unsaved = self._records.take_unsaved()
         if not (added or unsaved.moved or unsaved.deleted):
             return
@@ -319,6 +362,7 @@ class DiskTier(Tier):
                 deleted=unsaved.deleted,
                 added=added,
                 generations=self._log.generations,
+                when=when,
             )
         except BaseException:
             self._records.return_unsaved(unsaved)

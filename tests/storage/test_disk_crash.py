@@ -25,8 +25,10 @@ import hashlib, os, signal, sys
 import numpy as np
 from tiered_kv.storage.base import Page
 from tiered_kv.storage.disk import DiskTier
+from tiered_kv.storage.disk import tier as module
 from tiered_kv.storage.disk.catalog import Catalog
 
+module._GROUP_PAGES = 3  # a write is one to three commits
 path, where, moment = sys.argv[1:4]
 wanted, page_bytes, capacity_bytes = map(int, sys.argv[4:])
 owner = Catalog if where == "commit" else os

@@ -1,0 +1,44 @@
+"""Pages on their way to disk, in columns: what Python does for each of them is done for all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tiered_kv.keys import PageKey
+from tiered_kv.storage.base import Page
+from tiered_kv.storage.disk.columns import Column
+from tiered_kv.storage.disk.extent import record_rows
+from tiered_kv.storage.disk.parts import PartedPage
+
+
+@dataclass(slots=True)
+class Batch:
+    """Pages that become durable together: written, synced, then committed.
+
+    Attributes:
+        rows: their records (`RECORD`); checksum, sequence and offset are set as they are appended.
+        chunks: the writes begun, each of one extent or a few, and the segment it goes to, in order.
+        durable_below: when it is on the medium, so are all extents with a smaller number.
+    """
+
+    slots: Column
+    keys: list[PageKey]
+    parents: list[PageKey | None]
+    pages: Sequence[Page | PartedPage]
+    rows: Column
+    chunks: list[tuple[int, Future[None]]] = field(default_factory=list)
+    durable_below: int = 0
+
+    @classmethod
+    def of(cls, slots: Sequence[int], pages: Sequence[Page | PartedPage], page_bytes: int) -> Batch:
+        """Pages, each with its slot, in the order in which they will lie."""
+        keys, parents = [page.key for page in pages], [page.parent for page in pages]
+        rows = record_rows(keys, parents, page_bytes)
+        return cls(np.array(slots, np.int64), keys, parents, pages, rows)
+
+    def __len__(self) -> int:
+        return len(self.keys)

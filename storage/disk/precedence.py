@@ -1,0 +1,60 @@
+"""Reads before writes: a request waits for its pages, what is written behind it can wait."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Precedence:
+    """Who may use the medium next. Safe to call from several threads.
+
+    A writer asks before each chunk (an extent, or a few) and is held back while any read is waiting
+    or under way, but for no longer than reads of as many bytes as the chunk has take: so reads get
+    at least half of the medium while both want it, and a read that has just come waits for the
+    chunks under way alone; writes get the other half at worst, and a transfer that waits for room
+    (a page leaves host for disk before another comes) ends. A bound in bytes needs no clock and
+    fits any device.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._turn = threading.Lock()  # held by the chunk that goes next
+        self._reads = 0
+        self._read_bytes = 0
+        self._held = 0
+
+    @property
+    def held_chunks(self) -> int:
+        """Chunks that have been held back so far, among them one that may still be."""
+        with self._changed:
+            return self._held
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Around a read, from when it begins to wait."""
+        with self._changed:
+            self._reads += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._reads -= 1
+                if not self._reads:
+                    self._changed.notify_all()
+
+    def has_read(self, n_bytes: int) -> None:
+        """So much of a read is done."""
+        with self._changed:
+            self._read_bytes += n_bytes
+            self._changed.notify_all()
+
+    def let_reads_pass(self, n_bytes: int) -> None:
+        """Block until a chunk of so many bytes may be written; one after the other, in turn."""
+        with self._turn, self._changed:
+            if not self._reads:
+                return
+            self._held += 1
+            enough = self._read_bytes + n_bytes
+            self._changed.wait_for(lambda: not self._reads or self._read_bytes >= enough)
