@@ -210,7 +210,7 @@ def drop_from_host(engine: Any) -> None:
     planner = decider_of(engine)._planner
     host = planner.index.by_name[HOST]
     while victims := planner.index.victims(host, max(1, host.resident)):
-        planner.room.free(HOST, [planner.index.evict(host, page) for page in victims])
+        planner.room.free(HOST, planner.index.evict(host, victims))
 
 
 def break_next_copy(monkeypatch: pytest.MonkeyPatch, then: Callable[[], object] = int) -> None:

@@ -508,6 +508,9 @@ class PlainTree:
         there = self.inside | self.arriving
         return sum(parent == page for child, parent in self.parents.items() if child in there)
 
+    def childless(self, pages: Sequence[int]) -> list[int]:
+        return [page for page in pages if not self.child_count(page)]
+
     def last_use(self, page: int) -> int:
         return self.used_at[page]
 
@@ -517,17 +520,22 @@ class PlainTree:
     def hint(self, page: int, favour: int) -> None:
         assert self.policy is not None
         self.favours[page] = favour
-        self.policy.rerank(page)
+        self.policy.rerank([page])
 
     def insert(self, page: int, parent: int = -1) -> None:
         """A page arrives and is used."""
+        self.insert_all([page], [parent])
+
+    def insert_all(self, pages: Sequence[int], parents: Sequence[int]) -> None:
+        """Pages arrive together and are used; the policy hears of it when all are there."""
         assert self.policy is not None
-        self.parents[page] = parent
-        self._use(page)
-        self.came_at[page] = self.clock
-        self.arriving.discard(page)
-        self.inside.add(page)
-        self.policy.insert(page)
+        self.parents.update(zip(pages, parents, strict=True))
+        for page in pages:
+            self._use(page)
+            self.came_at[page] = self.used_at[page]
+        self.arriving.difference_update(pages)
+        self.inside.update(pages)
+        self.policy.insert(pages)
 
     def await_child(self, page: int, parent: int) -> None:
         """A page is on its way in."""
@@ -538,17 +546,21 @@ class PlainTree:
         """A page will not arrive after all."""
         assert self.policy is not None
         self.arriving.discard(page)
-        self.policy.remove(page)
+        self.policy.remove([page])
 
     def touch(self, page: int) -> None:
         assert self.policy is not None
         self._use(page)
-        self.policy.touch(page)
+        self.policy.touch([page])
 
     def remove(self, page: int) -> None:
+        self.remove_all([page])
+
+    def remove_all(self, pages: Sequence[int]) -> None:
+        """Pages leave together; the policy hears of it when all are gone."""
         assert self.policy is not None
-        self.inside.discard(page)
-        self.policy.remove(page)
+        self.inside.difference_update(pages)
+        self.policy.remove(pages)
 
     def path(self, *pages: int) -> None:
         """Insert pages that hang one from the other."""
@@ -697,15 +709,25 @@ class PolicyContract:
     @given(data=st.data())
     def test_any_history_gives_the_order_of_the_plain_model(self, data: st.DataObject) -> None:
         tree = self.new_tree()
-        for page in range(data.draw(st.integers(1, 24), label="pages")):
-            known = sorted(tree.inside)
-            tree.insert(page, data.draw(st.sampled_from([-1, *known]), label="parent"))
+        page, pages = 0, data.draw(st.integers(1, 24), label="pages")
+        while page < pages:
+            known = [-1, *sorted(tree.inside)]
+            together = list(range(page, page + data.draw(st.integers(1, 4), label="together")))
+            parents = [
+                data.draw(st.sampled_from(known + together[:at])) for at in range(len(together))
+            ]
+            tree.insert_all(together, parents)
+            page = together[-1] + 1
             verb = data.draw(st.sampled_from(["none", "touch", "evict"]), label="verb")
             if verb == "touch":
                 tree.touch(data.draw(st.sampled_from(sorted(tree.inside)), label="page"))
             elif verb == "evict":
-                for victim in self.victims(tree, data.draw(st.integers(0, 3), label="n")):
-                    tree.remove(victim)
+                going = self.victims(tree, data.draw(st.integers(0, 3), label="n"))
+                if data.draw(st.booleans(), label="go together"):
+                    tree.remove_all(going)
+                else:
+                    for victim in going:
+                        tree.remove(victim)
         pinned = data.draw(st.sets(st.sampled_from([-1, *sorted(tree.inside)])), label="pinned")
         n = data.draw(st.integers(0, 30), label="wanted")
         order = self.victims(tree, n, lambda page: page in pinned)

@@ -179,6 +179,9 @@ class PlannerRig:
             for move in moves
             if self.planner.is_arriving(move) and not (move.is_in_place and move in plan.fill)
         }
+        for step in plan.steps():
+            arriving = [move for move in step if self.planner.is_arriving(move)]
+            assert list(self.planner.arriving(step)) == arriving
         self._arrivals.update(mine)
         flight = Flight(plan, keys, {**known, **mine}, mine, moves, is_leased)
         self.flights.append(flight)
@@ -224,7 +227,9 @@ class PlannerRig:
     def _is_possible(self, move: Move) -> bool:
         if move.target == DISK:
             return bool(self.planner.durable([move]))
-        return self.planner.is_possible(move)
+        is_possible = self.planner.is_possible(move)
+        assert self.planner.possible([move]) == [move] * is_possible
+        return is_possible
 
     def publish(self, flight: Flight, at: int = 0) -> None:
         """A move that was taken up is over."""
@@ -236,11 +241,28 @@ class PlannerRig:
         else:
             self.planner.failed(move)
             flight.lost.add(move.page)
-        place = (move.target, move.page)
-        if place in flight.arrivals:
-            flight.arrivals[place].is_over = True
-            if self._arrivals.get(place) is flight.arrivals[place]:
-                del self._arrivals[place]
+        self._note_over(flight, [move])
+
+    def publish_together(self, flight: Flight, at: int = 0) -> None:
+        """A move that was taken up is over, with all others into its tier that went well."""
+        target, ok = flight.begun[at][0].target, flight.begun[at][1]
+        if not ok:
+            self.publish(flight, at)
+            return
+        made = [entry for entry in flight.begun if entry[1] and entry[0].target == target]
+        flight.begun = [entry for entry in flight.begun if entry not in made]
+        for move, _, is_copied in made:
+            if not is_copied:
+                self._copy(move)
+        self.planner.arrived_all([move for move, _, _ in made])
+        self._note_over(flight, [move for move, _, _ in made])
+
+    def _note_over(self, flight: Flight, moves: Sequence[Move]) -> None:
+        for place in [(move.target, move.page) for move in moves]:
+            if place in flight.arrivals:
+                flight.arrivals[place].is_over = True
+                if self._arrivals.get(place) is flight.arrivals[place]:
+                    del self._arrivals[place]
         if not flight.queued and not flight.begun:
             self._end(flight)
 

@@ -17,7 +17,7 @@ import torch
 from tiered_kv import KVLayout, StoreConfig, TieredStore
 from tiered_kv.errors import TieredKVError
 from tiered_kv.keys import KeyChain, PageKey
-from tiered_kv.planner import StoredPage
+from tiered_kv.planner import Stored
 from tiered_kv.storage.base import Page, PageBuffer, Tier
 from tiered_kv.storage.faulty import CountingTier, FaultyTier, WrappedTier
 from tiered_kv.streams import Event, Stream
@@ -100,7 +100,7 @@ def settle(store: TieredStore) -> None:
             assert transfer.settled.wait(PATIENCE_S), "a transfer never settled"
     mover = store._mover
     for stream in (
-        mover.load_stream,
+        *mover.load_streams,
         mover.write_stream,
         mover.fill_stream,
         mover.store_stream,
@@ -168,9 +168,7 @@ class RiggedStore(TieredStore):
     counting: CountingTier
     own_disk: Tier
 
-    def _open_disk(
-        self, layout: KVLayout, config: StoreConfig
-    ) -> tuple[Tier, Iterable[StoredPage]]:
+    def _open_disk(self, layout: KVLayout, config: StoreConfig) -> tuple[Tier, Iterable[Stored]]:
         disk, found = super()._open_disk(layout, config)
         self.own_disk = disk
         self.counting = CountingTier(disk)
@@ -240,7 +238,7 @@ def flush_host(store: RiggedStore) -> None:
     index, room = store._planner.index, store._planner.room
     host = index.by_name["host"]
     with store._lock:
-        room.free("host", [index.evict(host, page) for page in index.victims(host, host.resident)])
+        room.free("host", index.evict(host, index.victims(host, host.resident)))
 
 
 def put_on_disk_alone(store: RiggedStore, keys: KeyChain) -> None:

@@ -31,8 +31,8 @@ def arrive(index: Index, tier: str, *names: object, parent: object | None = None
     index.touch(pages)
     for page in pages:
         if not index.by_name[tier].state[page]:
-            index.begin(index.by_name[tier], page, next(_slots))
-            index.finish(index.by_name[tier], page)
+            index.begin(index.by_name[tier], [page], [next(_slots)])
+            index.finish(index.by_name[tier], [page])
     return pages
 
 
@@ -53,11 +53,11 @@ def test_a_page_arrives_and_is_resident_only_when_it_has_finished(index: Index) 
     host = index.by_name[HOST]
     (page,) = index.add(chain("a"), -1)
     assert host.state[page] == TierState.ABSENT
-    index.begin(host, page, 7)
+    index.begin(host, [page], [7])
     assert host.state[page] == TierState.ARRIVING
     assert not host.is_resident(page)
     assert host.resident == 0
-    index.finish(host, page)
+    index.finish(host, [page])
     assert host.is_resident(page)
     assert (host.resident, host.slot[page]) == (1, 7)
 
@@ -66,7 +66,7 @@ def test_a_page_that_will_not_arrive_gives_its_slot_back_and_is_forgotten(index:
     """LMCache #4991: a failed store stayed visible, and the next get read junk."""
     host = index.by_name[HOST]
     (page,) = index.add(chain("a"), -1)
-    index.begin(host, page, 7)
+    index.begin(host, [page], [7])
     assert index.abort(host, page) == 7
     assert index.find(key_of("a")) == -1
     assert index.match(chain("a")) == []
@@ -83,9 +83,9 @@ def test_a_page_knows_its_key_and_its_parents(index: Index) -> None:
 def test_a_page_may_be_in_several_tiers_and_leaves_each_by_itself(index: Index) -> None:
     (page,) = arrive(index, HOST, "a")
     arrive(index, DISK, "a")
-    index.evict(index.by_name[HOST], page)
+    index.evict(index.by_name[HOST], [page])
     assert index.match(chain("a")) == [page]
-    index.evict(index.by_name[DISK], page)
+    index.evict(index.by_name[DISK], [page])
     assert index.match(chain("a")) == []
     assert len(index) == 0
 
@@ -99,7 +99,7 @@ def test_adding_a_known_key_gives_the_same_page(index: Index) -> None:
 def test_a_page_number_is_used_again_without_its_past(index: Index) -> None:
     (page,) = arrive(index, HOST, "a")
     index.hint([page], 90)
-    index.evict(index.by_name[HOST], page)
+    index.evict(index.by_name[HOST], [page])
     (again,) = arrive(index, HOST, "b")
     assert again == page
     assert index.favour(again) == 0
@@ -129,7 +129,7 @@ def test_match_is_the_longest_prefix_over_all_tiers(index: Index) -> None:
 
 def test_match_counts_a_page_that_is_arriving(index: Index) -> None:
     (page,) = index.add(chain("a"), -1)
-    index.begin(index.by_name[HOST], page, 0)
+    index.begin(index.by_name[HOST], [page], [0])
     assert index.match(chain("a")) == [page]
 
 
@@ -188,20 +188,20 @@ def test_asking_for_victims_changes_nothing(index: Index) -> None:
 def test_a_pinned_page_is_no_victim_and_keeps_those_above_it(index: Index) -> None:
     _, b, _ = arrive(index, HOST, "a", "b", "c")
     host = index.by_name[HOST]
-    index.pin(host, b)
+    index.pin(host, [b])
     assert names_of(index, index.victims(host, 9), *"abc") == ["c"]
-    index.unpin(host, b)
+    index.unpin(host, [b])
     assert names_of(index, index.victims(host, 9), *"abc") == ["c", "b", "a"]
 
 
 def test_a_pin_holds_until_it_has_been_taken_back_as_often_as_it_was_set(index: Index) -> None:
     (page,) = arrive(index, HOST, "a")
     host = index.by_name[HOST]
-    index.pin(host, page)
-    index.pin(host, page)
-    index.unpin(host, page)
+    index.pin(host, [page])
+    index.pin(host, [page])
+    index.unpin(host, [page])
     assert index.victims(host, 1) == []
-    index.unpin(host, page)
+    index.unpin(host, [page])
     assert index.victims(host, 1) == [page]
 
 
@@ -209,20 +209,20 @@ def test_a_pin_taken_back_twice_is_a_bug_and_says_so(index: Index) -> None:
     """TensorRT-LLM #12834, #11879: a count that went to -1 freed a page somebody read."""
     (page,) = arrive(index, HOST, "a")
     with pytest.raises(AssertionError, match="twice"):
-        index.unpin(index.by_name[HOST], page)
+        index.unpin(index.by_name[HOST], [page])
 
 
 def test_a_pin_in_one_tier_does_not_hold_the_page_in_another(index: Index) -> None:
     (page,) = arrive(index, HOST, "a")
     arrive(index, DISK, "a")
-    index.pin(index.by_name[HOST], page)
+    index.pin(index.by_name[HOST], [page])
     assert index.victims(index.by_name[DISK], 1) == [page]
 
 
 def test_a_page_that_is_arriving_is_no_victim_nor_is_its_parent(index: Index) -> None:
     arrive(index, HOST, "a")
     (b,) = index.add(chain("b"), index.find(key_of("a")))
-    index.begin(index.by_name[HOST], b, next(_slots))
+    index.begin(index.by_name[HOST], [b], [next(_slots)])
     assert index.victims(index.by_name[HOST], 9) == []
 
 
@@ -254,7 +254,7 @@ def test_children_elsewhere_do_not_hold_a_page_that_lives_elsewhere_too(index: I
 
 def test_why_missing_tells_never_stored_from_evicted(index: Index) -> None:
     (page,) = arrive(index, HOST, "a")
-    index.evict(index.by_name[HOST], page)
+    index.evict(index.by_name[HOST], [page])
     assert index.why_missing(key_of("a")) == "evicted"
     assert index.why_missing(key_of("b")) == "never_stored"
 
@@ -262,7 +262,7 @@ def test_why_missing_tells_never_stored_from_evicted(index: Index) -> None:
 @pytest.mark.parametrize("reason", ["failed", "no_room", "corrupt"])
 def test_why_missing_repeats_what_it_was_told(index: Index, reason: str) -> None:
     (page,) = index.add(chain("a"), -1)
-    index.begin(index.by_name[HOST], page, 0)
+    index.begin(index.by_name[HOST], [page], [0])
     index.abort(index.by_name[HOST], page, reason)
     assert index.why_missing(key_of("a")) == reason
 
@@ -270,13 +270,13 @@ def test_why_missing_repeats_what_it_was_told(index: Index, reason: str) -> None
 def test_a_page_that_left_one_of_its_tiers_is_not_missing(index: Index) -> None:
     (page,) = arrive(index, HOST, "a")
     arrive(index, DISK, "a")
-    index.evict(index.by_name[HOST], page)
+    index.evict(index.by_name[HOST], [page])
     assert index.why_missing(key_of("a")) == "never_stored"
 
 
 def test_a_page_that_comes_back_is_no_longer_a_ghost(index: Index) -> None:
     (page,) = arrive(index, HOST, "a")
-    index.evict(index.by_name[HOST], page)
+    index.evict(index.by_name[HOST], [page])
     (page,) = arrive(index, HOST, "a")
     assert index.why_missing(key_of("a")) == "never_stored"
 
@@ -287,7 +287,7 @@ def test_only_so_many_ghosts_are_remembered_the_newest(
     monkeypatch.setattr(index_module, "GHOST_PAGES", 3)
     for name in "abcde":
         (page,) = arrive(index, HOST, name)
-        index.evict(index.by_name[HOST], page)
+        index.evict(index.by_name[HOST], [page])
     reasons = [index.why_missing(key_of(name)) for name in "abcde"]
     assert reasons == ["never_stored"] * 2 + ["evicted"] * 3
 
@@ -310,12 +310,12 @@ def test_a_condemned_copy_that_is_being_read_keeps_its_slot_until_the_last_reade
     (page,) = arrive(index, DISK, "a")
     disk = index.by_name[DISK]
     slot = disk.slot[page]
-    index.pin(disk, page)
-    index.pin(disk, page)
+    index.pin(disk, [page])
+    index.pin(disk, [page])
     assert index.condemn(disk, page, "corrupt") is None
     assert index.match(chain("a")) == []
-    assert index.unpin(disk, page) is None
-    assert index.unpin(disk, page) == slot
+    assert index.unpin(disk, [page]) == []
+    assert index.unpin(disk, [page]) == [slot]
     assert index.find(key_of("a")) == -1
     assert index.check(lambda: True) == []
 
@@ -349,7 +349,7 @@ def test_a_hole_goes_with_its_last_child(index: Index) -> None:
     _, b, c = arrive(index, DISK, "a", "b", "c")
     disk = index.by_name[DISK]
     index.condemn(disk, b, "corrupt")
-    index.evict(disk, c)
+    index.evict(disk, [c])
     assert index.find(key_of("b")) == -1
     assert index.find(key_of("a")) >= 0
     assert index.check(lambda: True) == []
@@ -360,7 +360,7 @@ def test_holes_above_one_another_go_together(index: Index) -> None:
     disk = index.by_name[DISK]
     index.condemn(disk, a, "corrupt")
     index.condemn(disk, b, "corrupt")
-    index.evict(disk, c)
+    index.evict(disk, [c])
     assert len(index) == 0
     assert index.check(lambda: True) == []
 
@@ -393,7 +393,7 @@ def test_check_finds_a_page_that_is_kept_for_nothing(index: Index) -> None:
 
 def test_check_finds_a_pin_that_was_left_behind_when_nothing_is_in_flight(index: Index) -> None:
     (page,) = arrive(index, HOST, "a")
-    index.pin(index.by_name[HOST], page)
+    index.pin(index.by_name[HOST], [page])
     assert index.check() == []
     assert any("pinned in host" in line for line in index.check(lambda: True))
 
@@ -488,7 +488,8 @@ class History:
         flight = self.random.choice(flights)
         ready = self.rig.ready(flight)
         if flight.begun and (not ready or self.random.random() < 0.5):
-            self.rig.publish(flight, self.random.randrange(len(flight.begun)))
+            publish = self.random.choice([self.rig.publish, self.rig.publish_together])
+            publish(flight, self.random.randrange(len(flight.begun)))
         else:
             self.rig.begin(
                 flight,

@@ -15,14 +15,16 @@ ROOT = Path(__file__).resolve().parents[1]
 LEVELS: tuple[frozenset[str], ...] = tuple(
     frozenset(level.split())
     for level in (
-        "errors slots",
+        "errors slots columns",
         "keys config model_config",
         "layout",
         "policy kernels",
-        "index storage",
+        "tier_index storage",
+        "index",
         "plan streams",
         "books",
         "room counters transfer orders manifest",
+        "ledger",
         "planner",
         "mover decider",
         "run hbm_pages session",
@@ -30,13 +32,26 @@ LEVELS: tuple[frozenset[str], ...] = tuple(
         "store disk_store",
         "plugins",
         "replay",
+        "bench",
         "cli",
         "__main__",
     )
 )
 """Units of the package, lowest first: a unit imports itself and what stands below it."""
 
-DECIDES = {"index", "plan", "planner", "room", "policy", "keys", "decider", "orders", "slots"}
+DECIDES = {
+    "index",
+    "plan",
+    "planner",
+    "ledger",
+    "room",
+    "policy",
+    "keys",
+    "decider",
+    "orders",
+    "slots",
+    "columns",
+}
 DECIDES |= {"layout", "model_config", "config", "errors"}
 ENGINES = {"transformers", "vllm", "sglang"}
 ENGINE_PLACES = ("tiered_kv.plugins.", "tiered_kv.replay.engines.")

@@ -124,11 +124,11 @@ def test_pages_that_found_no_room_are_tried_again_with_the_next_put_below_them()
     held = rig.begin_get(chain("x", "y"))
     rig.land(held)
     for page in held.plan.pages:  # whoever reads host pages keeps them there
-        rig.planner.index.pin(rig.planner.index.by_name[HOST], page)
+        rig.planner.index.pin(rig.planner.index.by_name[HOST], [page])
     rig.put(keys[:2])
     assert rig.tiers_of("a", "b") == ["hbm+host", "hbm"]
     for page in held.plan.pages:
-        rig.planner.index.unpin(rig.planner.index.by_name[HOST], page)
+        rig.planner.index.unpin(rig.planner.index.by_name[HOST], [page])
     rig.put(keys[2:3])
     assert rig.tiers_of("a", "b", "c") == ["hbm+host"] * 3
     rig.check()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -285,6 +286,20 @@ def test_an_event_of_ours_is_waited_for_as_it_is() -> None:
 def test_anything_else_is_taken_for_an_event_of_the_device() -> None:
     device_event = object()
     assert caller_event(torch.device("cpu"), device_event) == ([], device_event)
+
+
+def test_a_wait_that_timed_out_leaves_nothing_behind_and_may_be_repeated() -> None:
+    """A carrier asks again in every step: who has gone must not be kept, nor woken."""
+    event = Event()
+    for _ in range(5):
+        assert not event.wait(0)
+        assert not event.wait(-1.0)
+        assert not event.wait(0.001)
+    assert event._waiters == []
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(event.wait, PATIENCE_S)
+        event.fire()
+        assert waiting.result()
 
 
 def test_callback_that_breaks_takes_nothing_from_the_others() -> None:

@@ -18,17 +18,17 @@ class Books(Protocol):
     def has(self, key: PageKey, tiers: Iterable[str]) -> bool:
         """Whether one of these tiers has a page."""
 
-    def is_arriving(self, move: Move) -> bool:
-        """Whether the target slot of a move is promised to its page, not a caller's own."""
+    def arriving(self, moves: Sequence[Move]) -> Sequence[Move]:
+        """Moves into one tier: those whose target slots are promised, not a caller's own."""
 
-    def is_possible(self, move: Move) -> bool:
-        """Whether, what it waited for being over, a move has its source and its target slot."""
+    def possible(self, moves: Sequence[Move]) -> list[Move]:
+        """Those that, what they waited for being over, have their source and target slots."""
 
     def durable(self, moves: Sequence[Move]) -> list[Move]:
         """The writes that leave disk prefix-closed: their parents are there, or go before them."""
 
-    def arrived(self, move: Move) -> None:
-        """The bytes of a move are in place and verified."""
+    def arrived_all(self, moves: Sequence[Move]) -> None:
+        """Moves into one tier: the bytes are in place and verified."""
 
     def failed(self, move: Move, reason: str = "failed") -> None:
         """A move was not made."""

@@ -155,7 +155,7 @@ class Decider:
         why_cut = ""
         if gate is not LOAD_ALL:
             gate = replace(gate, load_s_per_page=self._load_s)
-            count, why_cut = gate.cut([self._planner.source_of(page) for page in pages])
+            count, why_cut = gate.cut(index.sources(pages))
             pages = pages[:count]
         host = index.by_name[HOST]
         ready = _leading(pages, lambda page: any(tier.is_resident(page) for tier in index.tiers))
@@ -244,7 +244,7 @@ class Decider:
         planner = self._planner
         for tier in planner.index.tiers:
             while victims := planner.index.victims(tier, max(1, tier.resident)):
-                planner.room.free(tier.name, [planner.index.evict(tier, page) for page in victims])
+                planner.room.free(tier.name, planner.index.evict(tier, victims))
 
     def _add_if_moving(
         self, kind: JobKind, plan: Plan, owner: str, slots: Sequence[int]
@@ -312,6 +312,22 @@ class Decider:
     def _end(self, job_id: int) -> Ended:
         job, plan, end = self._jobs.pop(job_id), self._plans.pop(job_id), self._ends.pop(job_id)
         planner = self._planner
+        if end.bad or end.lost:
+            self._take_back(job, end)
+        else:
+            for moves in job.plan.steps():
+                planner.arrived_all(moves)
+        planner.end(plan)
+        stored = {move.source_slot for move in self._stored(job, end)}
+        wanted = {move.source_slot for move in job.plan.store}
+        not_stored = tuple(at for at, s in enumerate(job.slots) if s in wanted and s not in stored)
+        if job.kind == "get":
+            self._count_get(plan, end)
+        return Ended(job, end.arrived, not_stored)
+
+    def _take_back(self, job: Job, end: JobEnd) -> None:
+        """Publish what has arrived of a job of which not all has."""
+        planner = self._planner
         for at, move in enumerate(job.plan.moves()):
             if at in end.bad:
                 planner.condemn(move, end.bad[at])
@@ -320,13 +336,6 @@ class Decider:
                 planner.failed(move, end.lost[at])
             else:
                 planner.arrived(move)
-        planner.end(plan)
-        stored = {move.source_slot for move in self._stored(job, end)}
-        wanted = {move.source_slot for move in job.plan.store}
-        not_stored = tuple(at for at, s in enumerate(job.slots) if s in wanted and s not in stored)
-        if job.kind == "get":
-            self._count_get(plan, end)
-        return Ended(job, end.arrived, not_stored)
 
     @staticmethod
     def _stored(job: Job, end: JobEnd) -> list[Move]:

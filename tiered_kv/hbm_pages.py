@@ -97,21 +97,24 @@ class HbmPages:
 
     def lend(self, slots: Sequence[int], until: Event) -> list[Event]:
         """A get() writes to these slots until the event fires; returns what it must wait for."""
+        slots = list(slots)
         with self._lock:
             before = self._lent_until(slots)
             self._lent.update(dict.fromkeys(slots, until))
 
         def end() -> None:
             with self._lock:
+                lent = self._lent
                 for slot in slots:
-                    if self._lent.get(slot) is until:
-                        del self._lent[slot]
+                    if lent.get(slot) is until:
+                        del lent[slot]
 
         until.on_fire(end)
         return before
 
     def _lent_until(self, slots: Sequence[int]) -> list[Event]:
-        return list({self._lent[slot]: None for slot in slots if slot in self._lent})
+        lent = self._lent
+        return list({lent[slot]: None for slot in slots if slot in lent}) if lent else []
 
     def close(self) -> None:
         """Allocate nothing from now on."""
@@ -119,7 +122,8 @@ class HbmPages:
 
     def check_owned(self, slots: Sequence[int]) -> None:
         """Raises ValueError unless every slot is the caller's and named once."""
-        wrong = set(slots) - self._owned
-        if wrong or len(set(slots)) != len(slots):
+        named = set(slots)
+        if not named <= self._owned or len(named) != len(slots):
+            wrong = named - self._owned
             what = f"slot {min(wrong)} was not allocated" if wrong else "a slot is named twice"
             raise ValueError(f"{what}: pages must come from store.hbm.allocate() and be used once")

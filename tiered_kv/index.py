@@ -11,134 +11,52 @@ hole; as soon as the page is computed and put again they can, for a key stands f
 
 from __future__ import annotations
 
-import mmap
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from enum import IntEnum
 
+import numpy as np
+
+from tiered_kv.columns import FIRST_PAGES
 from tiered_kv.keys import PageKey
-from tiered_kv.policy import Policy, make
+from tiered_kv.tier_index import ABSENT, ARRIVING, RESIDENT, Nodes, TierIndex, TierState
+
+__all__ = ["GHOST_PAGES", "Index", "OnChange", "TierIndex", "TierState"]
 
 GHOST_PAGES = 65_536  # departed keys remembered, to say "evicted" rather than "never stored"
-
-
-class TierState(IntEnum):
-    """What one tier has of one page."""
-
-    ABSENT = 0
-    ARRIVING = 1
-    RESIDENT = 2
-
-
-_FIRST_PAGES = 4096
-
-
-def _column(typecode: str, pages: int = _FIRST_PAGES) -> memoryview[int]:
-    """A column of zeros, one integer a page, in a mapping of its own.
-
-    Only what is used becomes resident, and growing gives all of the old one back: arrays that are
-    appended to left 30 bytes a page behind in malloc's heap (1 M pages, glibc 2.36, 2026-11).
-    """
-    n_bytes = pages * array(typecode).itemsize
-    mapping = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    column: memoryview[int] = memoryview(mapping).cast(typecode)  # type: ignore[call-overload]
-    return column
-
-
-def _longer(old: memoryview[int], pages: int) -> memoryview[int]:
-    new = _column(old.format, pages)
-    new[: len(old)] = old
-    return new
-
-
-class TierIndex:
-    """One tier's share of the index: state, slot, pins, children by page; the policy's `Tree`."""
-
-    __slots__ = (
-        "_index",
-        "children",
-        "doomed",
-        "name",
-        "pins",
-        "policy",
-        "resident",
-        "slot",
-        "state",
-    )
-
-    def __init__(self, name: str, policy: str, index: Index) -> None:
-        self.name = name
-        self._index = index
-        self.state = _column("B")
-        self.slot = _column("i")
-        self.pins = _column("I")
-        self.children = _column("i")  # children in this tier or on their way into it
-        self.doomed: dict[int, int] = {}  # page -> slot of a condemned copy somebody still reads
-        self.resident = 0
-        self.policy: Policy = make(policy, self)
-
-    def parent(self, page: int) -> int:
-        """The page before this one, or -1."""
-        return self._index.parent_of[page]
-
-    def child_count(self, page: int) -> int:
-        """Children of a page in this tier, or on their way into it."""
-        return self.children[page]
-
-    def last_use(self, page: int) -> int:
-        """Logical time of the last use."""
-        return self._index.last_use_of[page]
-
-    def grow(self, pages: int) -> None:
-        """Room for `pages` pages in all."""
-        self.state = _longer(self.state, pages)
-        self.slot = _longer(self.slot, pages)
-        self.pins = _longer(self.pins, pages)
-        self.children = _longer(self.children, pages)
-
-    def favour(self, page: int) -> int:
-        """Logical time that a caller's hint adds to the last use; negative for "give up early"."""
-        return self._index.favour(page)
-
-    def is_resident(self, page: int) -> bool:
-        """Whether the page's bytes are here and verified."""
-        return self.state[page] == TierState.RESIDENT
 
 
 OnChange = Callable[[str, PageKey, bool], None]
 """Told of (tier, page, whether it is there now) when a page begins or ends to count in a tier."""
 
 
-class _Guard:
+def _guard(index: Index, tier: TierIndex, *, only_copies_may_go: bool) -> Callable[[int], bool]:
     """Says which pages a tier may not give up, asked in turn: it remembers what it let go.
 
     A page that lives nowhere else must not leave while a child of it lives elsewhere: the child
     would be orphaned. Letting a child go that lives elsewhere too adds to that.
     """
+    state, pins, children = tier.state, tier.pins, tier.children
+    others = [other.state for other in index.tiers if other is not tier]
+    parent_of, children_of = index.parent_of, index.children_of
+    kept: dict[int, int] = {}
 
-    def __init__(self, index: Index, tier: TierIndex, only_copies_may_go: bool) -> None:
-        self._index = index
-        self._tier = tier
-        self._only_copies_may_go = only_copies_may_go
-        self._kept: dict[int, int] = {}
-
-    def __call__(self, page: int) -> bool:
-        index, tier = self._index, self._tier
-        if tier.pins[page] or not tier.is_resident(page):
+    def must_stay(page: int) -> bool:
+        if pins[page] or state[page] != RESIDENT:
             return True
-        lives_elsewhere = index.is_present(page, besides=tier)
-        if not lives_elsewhere and not self._only_copies_may_go:
-            elsewhere = index.children_of[page] - tier.children[page] + self._kept.get(page, 0)
-            if elsewhere:
-                return True
-        if lives_elsewhere:
-            parent = index.parent_of[page]
-            self._kept[parent] = self._kept.get(parent, 0) + 1
-        return False
+        for other in others:
+            if other[page]:
+                parent = parent_of[page]
+                kept[parent] = kept.get(parent, 0) + 1
+                return False
+        if only_copies_may_go:
+            return False
+        return children_of[page] - children[page] + kept.get(page, 0) > 0
+
+    return must_stay
 
 
-class Index:
+class Index(Nodes):
     """All pages of a store over its tiers, fastest first.
 
     Args:
@@ -147,18 +65,15 @@ class Index:
     """
 
     def __init__(self, tiers: Sequence[str], policy: str = "lru") -> None:
+        super().__init__()
         self.tiers = tuple(TierIndex(name, policy, self) for name in tiers)
         self.by_name = {tier.name: tier for tier in self.tiers}
         self._ids: dict[PageKey, int] = {}
         self._keys: list[PageKey | None] = []
         self._free_ids: list[int] = []
+        self._nowhere: set[int] = set()  # pages that no tier has or awaits: holes, and new ones
         self._clock = 0
         self._ghosts: OrderedDict[PageKey, str] = OrderedDict()
-        self.parent_of = _column("i")
-        self.children_of = _column("i")  # nodes that name this page as parent, wherever they are
-        self.last_use_of = _column("q")
-        self.hits_of = _column("I")
-        self._favours: dict[int, int] = {}  # page -> logical time its hint adds to its last use
         self.on_change: OnChange | None = None
 
     def __len__(self) -> int:
@@ -184,23 +99,55 @@ class Index:
         parent = self.parent_of[page]
         return self._keys[parent] if parent >= 0 else None
 
-    def is_present(self, page: int, besides: TierIndex | None = None) -> bool:
-        """Whether any tier (besides one) has the page or awaits it."""
-        for tier in self.tiers:  # noqa: SIM110 - any() costs 1 us more, in every match
-            if tier.state[page] and tier is not besides:
-                return True
-        return False
+    def keys(self, pages: Iterable[int]) -> list[PageKey]:
+        """The keys of pages."""
+        return list(map(self._keys.__getitem__, pages))  # type: ignore[arg-type]
+
+    def parent_keys(self, pages: Iterable[int]) -> list[PageKey | None]:
+        """For each page the key before its own, or None for the first of a prompt."""
+        keys, parents = self._keys, map(self.parent_of.__getitem__, pages)
+        return [keys[parent] if parent >= 0 else None for parent in parents]
+
+    def is_present(self, page: int) -> bool:
+        """Whether any tier has a known page, or awaits it."""
+        return page not in self._nowhere
 
     def match(self, keys: Sequence[PageKey]) -> list[int]:
         """Pages of the longest prefix that is in some tier, or arriving; changes nothing."""
-        pages: list[int] = []
-        find = self._ids.get
-        for key in keys:
-            page = find(key, -1)
-            if page < 0 or not self.is_present(page):
-                break
-            pages.append(page)
+        pages = list(iter(map(self._ids.get, keys).__next__, None))  # 85 ns a page; a loop: 125
+        if self._nowhere:
+            cut = (at for at, page in enumerate(pages) if page in self._nowhere)
+            del pages[next(cut, len(pages)) :]
         return pages
+
+    def knows(self, keys: Iterable[PageKey]) -> list[bool]:
+        """For each key whether there is a node of it, be its page in a tier or not."""
+        return list(map(self._ids.__contains__, keys))
+
+    def sources(self, pages: Sequence[int]) -> list[str]:
+        """For each page, all of which are present, the fastest tier that has it or awaits it."""
+        *faster, slowest = self.tiers
+        names = [slowest.name] * len(pages)
+        for tier in reversed(faster):
+            state, name = tier.state, tier.name
+            for at, page in enumerate(pages):
+                if state[page]:
+                    names[at] = name
+        return names
+
+    def spread(self, pages: Sequence[int]) -> dict[str, tuple[int, int]]:
+        """By tier, of how many of the pages it is the `sources`, and how many of them arrive."""
+        found: dict[str, tuple[int, int]] = {}
+        left = np.fromiter(pages, np.intp, len(pages))
+        for tier in self.tiers:
+            if not len(left):
+                break
+            states = np.frombuffer(tier.state, np.uint8)[left]
+            count = int(np.count_nonzero(states))
+            if count:
+                found[tier.name] = count, int(np.count_nonzero(states == ARRIVING))
+                left = left[states == ABSENT]
+        return found
 
     def why_missing(self, key: PageKey) -> str:
         """Why a page is not here: evicted, failed, corrupt, no_room, or never_stored."""
@@ -214,19 +161,22 @@ class Index:
             n: how many are wanted.
             demote: they will live on in a lower tier, so that a last copy may be named too.
         """
-        return tier.policy.victims(n, _Guard(self, tier, demote)) if n > 0 else []
+        if n <= 0:
+            return []
+        return tier.policy.victims(n, _guard(self, tier, only_copies_may_go=demote))
 
     # -- use ---------------------------------------------------------------------------------------
 
     def touch(self, pages: Sequence[int]) -> None:
         """Mark the pages of one request as used now, the deepest as the oldest."""
-        self._clock += len(pages)
-        for depth, page in enumerate(pages):
-            self.last_use_of[page] = self._clock - depth
-            self.hits_of[page] += 1
-            for tier in self.tiers:
-                if tier.state[page]:
-                    tier.policy.touch(page)
+        self._clock = clock = self._clock + len(pages)
+        last_use_of, hits_of = self.last_use_of, self.hits_of
+        for page in pages:
+            last_use_of[page] = clock
+            hits_of[page] += 1
+            clock -= 1
+        for tier in self.tiers:
+            tier.policy.touch(pages)
 
     def hint(self, pages: Sequence[int], priority: int) -> None:
         """A caller's advice on what to keep: 0 to 100, 50 for none.
@@ -235,30 +185,36 @@ class Index:
         were, 0 as much earlier; so it fades as other pages are used, and is never a pin.
         """
         favour = (priority - 50) * len(self) // 50
-        for page in pages:
-            self._favours[page] = favour
-            for tier in self.tiers:
-                if tier.is_resident(page):
-                    tier.policy.rerank(page)
+        self.favours.update(dict.fromkeys(pages, favour))
+        for tier in self.tiers:
+            tier.policy.rerank([page for page in pages if tier.is_resident(page)])
 
     def favour(self, page: int) -> int:
         """Logical time that a hint adds to a page's last use."""
-        return self._favours.get(page, 0)
+        return self.favours.get(page, 0)
 
-    def pin(self, tier: TierIndex, page: int) -> None:
-        """Keep a page in a tier until `unpin`."""
-        tier.pins[page] += 1
+    def pin(self, tier: TierIndex, pages: Iterable[int]) -> None:
+        """Keep pages in a tier until `unpin`."""
+        pins = tier.pins
+        for page in pages:
+            pins[page] += 1
 
-    def unpin(self, tier: TierIndex, page: int) -> int | None:
-        """Take one pin back. Returns the slot to free if a condemned copy was waiting for that."""
-        assert tier.pins[page] > 0, "a pin is taken back twice"
-        tier.pins[page] -= 1
-        if tier.pins[page]:
-            return None
+    def unpin(self, tier: TierIndex, pages: Iterable[int]) -> list[int]:
+        """Take pins back. Returns the slots to free of condemned copies that waited for that."""
+        pins, free = tier.pins, []
+        for page in pages:
+            left = pins[page] - 1
+            assert left >= 0, "a pin is taken back twice"
+            pins[page] = left
+            if not left and (tier.doomed or self._nowhere):
+                free += self._let_go(tier, page)
+        return free
+
+    def _let_go(self, tier: TierIndex, page: int) -> list[int]:
+        """The last pin of a page is gone; its condemned copy's slot, if there is one."""
         slot = tier.doomed.pop(page, None)
-        if slot is not None or not self.is_present(page):
-            self._forget_if_empty(page)
-        return slot
+        self.forget([page])
+        return [] if slot is None else [slot]
 
     # -- change ------------------------------------------------------------------------------------
 
@@ -277,40 +233,122 @@ class Index:
             parent = page
         return pages
 
+    def restore(
+        self,
+        tier: TierIndex,
+        keys: Sequence[PageKey],
+        parents: Sequence[PageKey | None],
+        slots: Sequence[int],
+    ) -> bool:
+        """Resident pages from an earlier run, the least recently used first, in whole columns.
+
+        Returns False, and nothing has changed, unless all of them are new and their parents known
+        or among them: then `add`, `begin`, `finish` and `touch` them, a call a page.
+        """
+        first, n = len(self._keys), len(keys)
+        new = dict(zip(keys, range(first, first + n), strict=True))
+        ids = self._ids
+        if len(new) < n or not ids.keys().isdisjoint(new):
+            return False
+        ids.update(new)
+        above = array("i", [-1 if key is None else ids.get(key, -2) for key in parents])
+        if n and min(above) == -2:
+            for key in keys:
+                del ids[key]
+            return False
+        while first + n > len(self.parent_of):
+            self.grow(2 * len(self.parent_of))
+        self._keys += keys
+        here = slice(first, first + n)
+        self.parent_of[here] = above
+        self.last_use_of[here] = array("q", range(self._clock + 1, self._clock + 1 + n))
+        self._clock += n
+        self.hits_of[here] = array("I", [1]) * n
+        for other in self.tiers:
+            other.slot[here] = array("i", [-1]) * n
+        tier.slot[here] = array("i", slots)
+        tier.state[here] = bytes([RESIDENT]) * n
+        for parent, children in Counter(above).items():
+            if parent >= 0:
+                self.children_of[parent] += children
+                tier.children[parent] += children
+        tier.resident += n
+        tier.policy.insert(range(first, first + n))
+        self._tell(tier, range(first, first + n), True)
+        for key in keys if self._ghosts else ():
+            self._ghosts.pop(key, None)
+        return True
+
     def forget(self, pages: Iterable[int]) -> None:
-        """Drop those of the pages that are nowhere and have no children; give the deepest first."""
+        """Drop those of the pages that are nowhere, held by nobody and parent of none.
+
+        Then those above them that only they kept.
+        """
+        nowhere = self._nowhere
+        if not nowhere:
+            return
+        children_of, parent_of, keys, ids = self.children_of, self.parent_of, self._keys, self._ids
+        is_held = self._is_held
         for page in pages:
-            if self._keys[page] is not None:
-                self._forget_if_empty(page)
+            while page in nowhere and not children_of[page] and not is_held(page):
+                nowhere.remove(page)
+                parent = parent_of[page]
+                del ids[keys[page]]  # type: ignore[arg-type]
+                keys[page] = None
+                if self.favours:
+                    self.favours.pop(page, None)
+                self._free_ids.append(page)
+                if parent >= 0:
+                    children_of[parent] -= 1
+                page = parent
 
-    def begin(self, tier: TierIndex, page: int, slot: int) -> None:
-        """The page is on its way into a slot of the tier."""
-        assert tier.state[page] == TierState.ABSENT and page not in tier.doomed
-        tier.state[page] = TierState.ARRIVING
-        tier.slot[page] = slot
-        parent = self.parent_of[page]
-        if parent >= 0:
-            tier.children[parent] += 1
+    def _is_held(self, page: int) -> bool:
+        """Whether somebody reads, or would write, a copy that does not count."""
+        for tier in self.tiers:  # noqa: SIM110 - any() costs 0.4 us more
+            if tier.pins[page] or (tier.doomed and page in tier.doomed):
+                return True
+        return False
 
-    def finish(self, tier: TierIndex, page: int) -> None:
-        """The page has arrived and is verified."""
-        assert tier.state[page] == TierState.ARRIVING
-        tier.state[page] = TierState.RESIDENT
-        tier.resident += 1
-        tier.policy.insert(page)
-        self._tell(tier, page, True)
+    def begin(self, tier: TierIndex, pages: Sequence[int], slots: Iterable[int]) -> None:
+        """Pages are on their way into slots of the tier, one each."""
+        state, slot_of, children, parent_of = tier.state, tier.slot, tier.children, self.parent_of
+        for page, slot in zip(pages, slots, strict=True):
+            assert state[page] == ABSENT
+            state[page] = ARRIVING
+            slot_of[page] = slot
+            parent = parent_of[page]
+            if parent >= 0:
+                children[parent] += 1
+        assert not tier.doomed or tier.doomed.keys().isdisjoint(pages)
+        if self._nowhere:
+            self._nowhere.difference_update(pages)
+
+    def finish(self, tier: TierIndex, pages: Sequence[int]) -> None:
+        """Pages have arrived and are verified."""
+        state = tier.state
+        for page in pages:
+            assert state[page] == ARRIVING
+            state[page] = RESIDENT
+        tier.resident += len(pages)
+        tier.policy.insert(pages)
+        self._tell(tier, pages, True)
 
     def abort(self, tier: TierIndex, page: int, reason: str = "failed") -> int:
         """The page will not arrive. Returns the slot it was promised."""
-        assert tier.state[page] == TierState.ARRIVING
-        return self._leave(tier, page, reason)
+        assert tier.state[page] == ARRIVING
+        (slot,) = self._leave(tier, [page], reason)
+        return slot
 
-    def evict(self, tier: TierIndex, page: int, reason: str = "evicted") -> int:
-        """The page leaves the tier. Returns its slot, which is the caller's to free."""
-        assert tier.state[page] == TierState.RESIDENT and not tier.pins[page]
-        tier.resident -= 1
-        self._tell(tier, page, False)
-        return self._leave(tier, page, reason)
+    def evict(self, tier: TierIndex, pages: Sequence[int], reason: str = "evicted") -> list[int]:
+        """Pages leave the tier, children first. Returns their slots: the caller's to free."""
+        if not pages:
+            return []
+        state, pins = tier.state, tier.pins
+        for page in pages:
+            assert state[page] == RESIDENT and not pins[page]
+        tier.resident -= len(pages)
+        self._tell(tier, pages, False)
+        return self._leave(tier, pages, reason)
 
     def condemn(self, tier: TierIndex, page: int, reason: str) -> int | None:
         """A resident copy is bad: it stops counting now, whoever reads it.
@@ -318,35 +356,43 @@ class Index:
         Returns the slot to free, or None if readers hold it: the last `unpin` then returns it.
         """
         tier.resident -= 1
-        self._tell(tier, page, False)
-        if not tier.pins[page]:
-            return self._leave(tier, page, reason)
-        tier.doomed[page] = tier.slot[page]
-        self._leave(tier, page, reason)
-        return None
+        self._tell(tier, [page], False)
+        if tier.pins[page]:
+            tier.doomed[page] = tier.slot[page]
+        (slot,) = self._leave(tier, [page], reason)
+        return None if page in tier.doomed else slot
 
-    def _tell(self, tier: TierIndex, page: int, is_there: bool) -> None:
+    def _tell(self, tier: TierIndex, pages: Iterable[int], is_there: bool) -> None:
         if self.on_change is not None:
-            self.on_change(tier.name, self.key(page), is_there)
+            for page in pages:
+                self.on_change(tier.name, self.key(page), is_there)
 
-    def _leave(self, tier: TierIndex, page: int, reason: str) -> int:
-        slot = tier.slot[page]
-        tier.state[page] = TierState.ABSENT
-        tier.slot[page] = -1
-        parent = self.parent_of[page]
-        if parent >= 0:
-            tier.children[parent] -= 1
-        tier.policy.remove(page)
-        if not self.is_present(page):
-            self._remember(self.key(page), reason)
-            self._forget_if_empty(page)
-        return slot
+    def _leave(self, tier: TierIndex, pages: Sequence[int], reason: str) -> list[int]:
+        state, slot_of, children, parent_of = tier.state, tier.slot, tier.children, self.parent_of
+        slots = [slot_of[page] for page in pages]
+        for page in pages:
+            state[page] = ABSENT
+            slot_of[page] = -1
+            parent = parent_of[page]
+            if parent >= 0:
+                children[parent] -= 1
+        tier.policy.remove(pages)
+        gone = list(pages)
+        for other in self.tiers:
+            held = other.state
+            gone = [page for page in gone if not held[page]]
+        self._nowhere.update(gone)
+        self._remember(self.keys(gone), reason)
+        self.forget(gone)
+        return slots
 
-    def _remember(self, key: PageKey, reason: str) -> None:
-        self._ghosts[key] = reason
-        self._ghosts.move_to_end(key)
-        if len(self._ghosts) > GHOST_PAGES:
-            self._ghosts.popitem(last=False)
+    def _remember(self, keys: Sequence[PageKey], reason: str) -> None:
+        ghosts = self._ghosts
+        for key in keys:
+            ghosts[key] = reason
+            ghosts.move_to_end(key)
+        while len(ghosts) > GHOST_PAGES:
+            ghosts.popitem(last=False)
 
     def _new_page(self, key: PageKey, parent: int) -> int:
         if self._free_ids:
@@ -357,42 +403,23 @@ class Index:
         else:
             page = len(self._keys)
             if page == len(self.parent_of):
-                self._grow(max(_FIRST_PAGES, 2 * page))
+                self.grow(max(FIRST_PAGES, 2 * page))
             self._keys.append(key)
             self.parent_of[page] = parent
             for tier in self.tiers:
                 tier.slot[page] = -1
         self._ids[key] = page
+        self._nowhere.add(page)
         self._ghosts.pop(key, None)
         if parent >= 0:
             self.children_of[parent] += 1
         return page
 
-    def _grow(self, pages: int) -> None:
+    def grow(self, pages: int) -> None:
         """Room for `pages` pages in all."""
-        self.parent_of = _longer(self.parent_of, pages)
-        self.children_of = _longer(self.children_of, pages)
-        self.last_use_of = _longer(self.last_use_of, pages)
-        self.hits_of = _longer(self.hits_of, pages)
+        super().grow(pages)
         for tier in self.tiers:
             tier.grow(pages)
-
-    def _forget_if_empty(self, page: int) -> None:
-        """Drop a node that is nowhere, held by nobody and parent of none; then maybe its parent."""
-        while page >= 0 and self._is_empty(page):
-            parent = self.parent_of[page]
-            del self._ids[self.key(page)]
-            self._keys[page] = None
-            self._favours.pop(page, None)
-            self._free_ids.append(page)
-            if parent >= 0:
-                self.children_of[parent] -= 1
-            page = parent
-
-    def _is_empty(self, page: int) -> bool:
-        if self.children_of[page] or self.is_present(page):
-            return False
-        return not any(tier.pins[page] or page in tier.doomed for tier in self.tiers)
 
     # -- proof -------------------------------------------------------------------------------------
 
@@ -420,16 +447,19 @@ class Index:
             yield f"page {name} has a parent that is gone"
         if children != self.children_of[page]:
             yield f"page {name} counts {self.children_of[page]} children, has {children}"
-        if not self.is_present(page) and not children and self._is_empty(page):
+        is_present = any(tier.state[page] for tier in self.tiers)
+        if is_present != self.is_present(page):
+            yield f"page {name} is {'' if is_present else 'not '}in a tier, and not noted so"
+        if not is_present and not children and not self._is_held(page):
             yield f"page {name} is nowhere and kept"
         for tier in self.tiers:
-            if settled and (tier.state[page] == TierState.ARRIVING or tier.pins[page]):
+            if settled and (tier.state[page] == ARRIVING or tier.pins[page]):
                 yield f"page {name} is arriving or pinned in {tier.name} with nothing in flight"
 
     def _faults_of_tier(self, tier: TierIndex) -> Iterator[str]:
         slots = [tier.slot[page] for page in self if tier.is_resident(page)]
         slots += tier.doomed.values()
-        coming = [tier.slot[page] for page in self if tier.state[page] == TierState.ARRIVING]
+        coming = [tier.slot[page] for page in self if tier.state[page] == ARRIVING]
         if len(set(slots)) != len(slots) or len(set(coming)) != len(coming):
             yield f"two pages share a slot of {tier.name}"  # but for one that a page went back to
         resident = sum(tier.is_resident(page) for page in self)

@@ -121,9 +121,13 @@ class Manifest:
         """Never asked, see `key`."""
         raise KeyError(key)
 
-    def is_arriving(self, move: Move) -> bool:
-        """Whether others may wait for it: not for a page in HBM, which is the engine's."""
-        return move.target != HBM
+    def arriving(self, moves: Sequence[Move]) -> Sequence[Move]:
+        """Those that others may wait for: not for pages in HBM, which is the engine's."""
+        return moves if moves and moves[0].target != HBM else ()
+
+    def possible(self, moves: Sequence[Move]) -> list[Move]:
+        """Those of the moves for which `is_possible` holds."""
+        return [move for move in moves if self.is_possible(move)]
 
     def is_possible(self, move: Move) -> bool:
         """Whether this rank has the source, and the demotion that frees the target was made."""
@@ -146,6 +150,11 @@ class Manifest:
             else:
                 self._not_written(move)
         return good
+
+    def arrived_all(self, moves: Sequence[Move]) -> None:
+        """The bytes of moves into one tier are in place."""
+        for move in moves:
+            self.arrived(move)
 
     def arrived(self, move: Move) -> None:
         """The bytes of a move are in place."""

@@ -5,7 +5,8 @@ slot, a fill for its load, a copy of a page that another transfer is bringing fo
 Work is queued when the last of these has happened, so no stream ever holds up another.
 
     demote, write   one group commit after another on the write stream
-    load            batches on the load stream; the disk tier reads each with its own threads
+    load            batches on the load streams, a few at once, so that the device always has reads
+                    to do while a batch is verified; the disk tier reads each with its own threads
     fill            host -> HBM on its own stream, layer by layer within a batch
     store           HBM -> host on its own stream
 """
@@ -28,14 +29,16 @@ from tiered_kv.keys import PageKey
 from tiered_kv.plan import Move
 from tiered_kv.storage.base import Page, PageBuffer
 from tiered_kv.storage.host import HostTier
-from tiered_kv.streams import Event, open_stream
+from tiered_kv.streams import Event, Stream, open_stream
 from tiered_kv.transfer import Transfer
 
 _log = logging.getLogger(__name__)
 _REPORT_EVERY_S = 10.0
 
 LOAD_BATCH_BYTES = 8 << 20  # a batch's copy to HBM runs while the next is read
-WRITE_BATCH_BYTES = 32 << 20  # 415-474 MB/s durable from 8 MiB a commit on (virtual SSD, 2026-11)
+_LOADS_AT_ONCE = 4  # one ends, one is read, two wait for the disk tier's threads
+WRITE_BATCH_BYTES = 64 << 20  # the device has nothing to do from one batch's end to the next
+DEMOTE_BATCH_BYTES = 32 << 20  # loads wait for the room that a whole batch leaves
 COPY_BATCH_BYTES = 64 << 20
 
 Place = tuple[str, PageKey]
@@ -113,7 +116,10 @@ class Mover:
         cpu = torch.device("cpu")
         self.fill_stream = open_stream("h2d", hbm.device)
         self.store_stream = open_stream("d2h", hbm.device)
-        self.load_stream = open_stream("load", cpu)
+        self.load_streams = [open_stream(f"load-{at}", cpu) for at in range(_LOADS_AT_ONCE)]
+        self.load_stream = self.load_streams[0]  # and owner of the staging slots
+        self._loads = [0] * _LOADS_AT_ONCE  # batches that each has yet to end; guarded by lock
+        self._loaded_at = 0.0
         self.write_stream = open_stream("write", cpu)
         self.event_stream = open_stream("events", cpu)  # waits for callers' kernels, moves nothing
 
@@ -161,13 +167,38 @@ class Mover:
         """Wait for all transfers, then end the streams."""
         self.wait_idle()
         for stream in (
-            self.load_stream,
+            *self.load_streams,
             self.fill_stream,
             self.store_stream,
             self.write_stream,
             self.event_stream,
         ):
             stream.close()
+
+    def loader(self, done: Event) -> Stream:
+        """The load stream that has least to do, for a batch that ends with `done`.
+
+        Called under the lock.
+        """
+        at = min(range(_LOADS_AT_ONCE), key=self._loads.__getitem__)
+        self._loads[at] += 1
+
+        def is_through() -> None:
+            with self.lock:
+                self._loads[at] -= 1
+
+        done.on_fire(is_through)
+        return self.load_streams[at]
+
+    def load_seconds(self, started: float) -> float:
+        """What a load that began at `started` and ends now took of the disk tier's time.
+
+        Of several at once each has what has passed since the one before it ended.
+        """
+        with self.lock:
+            now = time.perf_counter()
+            began, self._loaded_at = max(started, self._loaded_at), now
+        return now - began
 
     def batches(self, moves: Sequence[Move], batch_bytes: int) -> list[list[Move]]:
         """Moves cut into batches of about so many bytes, at least one page each."""

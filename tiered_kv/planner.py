@@ -9,23 +9,45 @@ bytes) and in an engine's scheduler process. Not locked: whoever owns it is.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from itertools import islice, repeat
+from typing import NamedTuple, Protocol
 
-from tiered_kv.index import Index, TierState
+from tiered_kv.index import Index, TierIndex
 from tiered_kv.keys import KeyChain, PageKey
-from tiered_kv.plan import DISK, HBM, HOST, LOAD_ALL, TIERS, Draft, Gate, Move, Plan
-from tiered_kv.room import Grant, Room, Slots, move_of
+from tiered_kv.ledger import Ledger, by_tier
+from tiered_kv.plan import DISK, HBM, HOST, LOAD_ALL, TIERS, Draft, Gate, Move, Plan, make_moves
+from tiered_kv.room import Grant, Room, Slots, moves_of
+
+_ADOPTED_AT_ONCE = (
+    512  # with 4096 tuples alive the collector goes over the whole index, again and again
+)
+
+
+class Stored(Protocol):
+    """A page that a tier still holds from an earlier run."""
+
+    @property
+    def key(self) -> PageKey:
+        """Its key."""
+
+    @property
+    def parent(self) -> PageKey | None:
+        """The key of the page that it hangs from."""
+
+    @property
+    def slot(self) -> int:
+        """Where it is."""
 
 
 class StoredPage(NamedTuple):
-    """A page that a tier still holds from an earlier run."""
+    """A `Stored` page, named."""
 
     key: PageKey
     parent: PageKey | None
     slot: int
 
 
-class Planner:
+class Planner(Ledger):
     """Decides for one store.
 
     Args:
@@ -48,24 +70,11 @@ class Planner:
         write_through: bool = False,
         restores: bool = True,
     ) -> None:
-        names = [name for name in TIERS if name in slots]
-        self.index = Index(names, policy)
-        self.room = Room(self.index, dict(slots), dict(capacity))
-        self._hbm = self.index.by_name.get(HBM)
-        self._host = self.index.by_name[HOST]
-        self._disk = self.index.by_name.get(DISK)
+        index = Index([name for name in TIERS if name in slots], policy)
+        super().__init__(index, Room(index, dict(slots), dict(capacity)), restores=restores)
         self._write_through = write_through and self._disk is not None
-        self._restores = restores
-        self._returned: set[Move] = set()  # demotions that failed in plans not ended yet
 
     # -- get ---------------------------------------------------------------------------------------
-
-    def source_of(self, page: int) -> str:
-        """The fastest tier that has a page, or awaits it."""
-        for tier in self.index.tiers:
-            if tier.state[page]:
-                return tier.name
-        raise KeyError(page)
 
     def plan_get(
         self, keys: Sequence[PageKey], *, gate: Gate = LOAD_ALL, into: Sequence[int] | None = None
@@ -85,10 +94,9 @@ class Planner:
             draft.miss("no_room", len(pages) - len(slots))
             pages, sources = pages[: len(slots)], sources[: len(slots)]
         load, grants = self._loads(pages, sources, draft)
-        fill = [
-            self._fill(page, source, slot, grants.get(page))
-            for page, source, slot in zip(pages, sources, slots, strict=True)
-        ]
+        fill = self._fills(
+            pages, [HOST if p in grants else s for p, s in zip(pages, sources, strict=True)], slots
+        )
         if into is None:
             self._lease(pages, slots)
         return Plan(
@@ -125,13 +133,13 @@ class Planner:
             raise ValueError("a key is named twice: keys must be those of consecutive pages")
         for reason in self.why_missed(keys[len(pages) :]):
             draft.miss(reason, 1)
-        sources = [self.source_of(page) for page in pages]
+        sources = self.index.sources(pages)
         count, reason = gate.cut(sources)
         draft.miss(reason, len(pages) - count)
         pages, sources = pages[:count], sources[:count]
-        for page, source in zip(pages, sources, strict=True):
-            self.index.pin(self.index.by_name[source], page)
-            draft.pins.append((source, page))
+        draft.pins += zip(sources, pages, strict=True)
+        for source, held in by_tier(draft.pins):
+            self.index.pin(self.index.by_name[source], held)
         self.index.touch(pages)
         return pages, sources
 
@@ -174,7 +182,8 @@ class Planner:
 
     def _let_go(self, draft: Draft) -> None:
         """Take back the last pin of a draft, which so far has one a page of the hit, in order."""
-        self._unpin(*draft.pins.pop())
+        tier, page = draft.pins.pop()
+        self._unpin(tier, [page])
 
     def _loads(
         self, pages: list[int], sources: list[str], draft: Draft
@@ -185,28 +194,36 @@ class Planner:
             for page, source in zip(pages, sources, strict=True)
             if source == DISK and page not in self._host.doomed
         ]
+        if not cold:
+            return [], {}
         grants = dict(zip(cold, self.room.on_host(len(cold), draft), strict=False))
-        moves = []
-        for page, grant in grants.items():
-            moves.append(self._move(page, DISK, HOST, grant.slot, grant.after))
-            self.index.begin(self._host, page, grant.slot)
-            self.index.pin(self._host, page)
-            draft.pins.append((HOST, page))
+        loaded, slots = list(grants), [grant.slot for grant in grants.values()]
+        after = [grant.after for grant in grants.values()]
+        moves = moves_of(self.index, loaded, DISK, HOST, slots, after=after)
+        self.index.begin(self._host, loaded, slots)
+        self.index.pin(self._host, loaded)
+        draft.pins += [(HOST, page) for page in loaded]
         return moves, grants
 
-    def _fill(self, page: int, source: str, slot: int, grant: Grant | None) -> Move:
-        """The last move of a page, into HBM; from host if it is loaded there on the way."""
-        return self._move(page, HOST if grant else source, HBM, slot)
-
-    def _move(self, page: int, source: str, target: str, slot: int, after: int = -1) -> Move:
-        return move_of(self.index, page, source, target, slot, after=after)
+    def _fills(self, pages: list[int], sources: list[str], slots: list[int]) -> list[Move]:
+        """The last moves of pages, into HBM; from host if they are loaded there on the way."""
+        names = set(sources)
+        if len(names) == 1:
+            return moves_of(self.index, pages, sources[0], HBM, slots)
+        moves: dict[int, Move] = {}
+        for name in names:
+            at = [position for position, source in enumerate(sources) if source == name]
+            some = [pages[position] for position in at]
+            made = moves_of(self.index, some, name, HBM, [slots[position] for position in at])
+            moves.update(zip(at, made, strict=True))
+        return [moves[position] for position in range(len(pages))]
 
     def _lease(self, pages: list[int], slots: list[int]) -> None:
         assert self._hbm is not None
-        for page, slot in zip(pages, slots, strict=True):
-            if not self._hbm.state[page]:
-                self.index.begin(self._hbm, page, slot)
-            self.index.pin(self._hbm, page)
+        state = self._hbm.state
+        new = [at for at, page in enumerate(pages) if not state[page]]
+        self.index.begin(self._hbm, [pages[at] for at in new], [slots[at] for at in new])
+        self.index.pin(self._hbm, pages)
 
     # -- put ---------------------------------------------------------------------------------------
 
@@ -231,7 +248,8 @@ class Planner:
         self.index.touch(pages)
         store = self._stores(pages, slots, draft)
         write = self._writes([move.page for move in store], draft) if self._write_through else []
-        not_stored = sum(not self.is_below_hbm(page) for page in pages)
+        on_host = self._host.state
+        not_stored = sum(not on_host[page] and not self.is_below_hbm(page) for page in pages)
         self.index.forget(reversed(pages))
         return Plan(
             pages=tuple(pages),
@@ -249,41 +267,52 @@ class Planner:
         """Pages enter HBM where the caller has put them; slots of pages already there are spare."""
         if self._hbm is None:
             return [], []
-        bind, spare = [], []
-        for page, slot in zip(pages, slots, strict=True):
-            if self._hbm.state[page] or page in self._hbm.doomed:
-                spare.append(slot)
-                continue
-            self.index.begin(self._hbm, page, slot)
-            bind.append(self._move(page, HBM, HBM, slot))
-        return bind, spare
+        state, doomed = self._hbm.state, self._hbm.doomed
+        new = [at for at, page in enumerate(pages) if not state[page] and page not in doomed]
+        if len(new) == len(pages):
+            bound, at_slots, spare = pages, list(slots), []
+        else:
+            bound, at_slots = [pages[at] for at in new], [slots[at] for at in new]
+            spare = [slots[at] for at in sorted(set(range(len(pages))).difference(new))]
+        self.index.begin(self._hbm, bound, at_slots)
+        return moves_of(self.index, bound, HBM, HBM, at_slots), spare
 
     def _stores(self, pages: list[int], slots: Sequence[int], draft: Draft) -> list[Move]:
         """Copies HBM -> host of the pages not there, parents first, as far as host has room."""
-        given = dict(zip(pages, slots, strict=True))
-        wanted = [
-            page
-            for page in self._unstored_ancestors(pages[0] if pages else -1) + pages
-            if not self._host.state[page] and page not in self._host.doomed
-        ]
+        state, doomed = self._host.state, self._host.doomed
+        path = self._unstored_ancestors(pages[0] if pages else -1) + pages
+        wanted = [page for page in path if not state[page] and page not in doomed]
         above = self.index.parent_of[wanted[0]] if wanted else -1
         grants = self.room.on_host(len(wanted), draft, below=above)
-        moves = []
-        for page, grant in zip(wanted, grants, strict=False):
-            self.index.begin(self._host, page, grant.slot)
-            moves.append(self._store_move(page, given.get(page), grant, draft))
-        return moves
+        stored = wanted[: len(grants)]
+        self.index.begin(self._host, stored, [grant.slot for grant in grants])
+        return self._store_moves(stored, dict(zip(pages, slots, strict=True)), grants, draft)
 
-    def _store_move(self, page: int, slot: int | None, grant: Grant, draft: Draft) -> Move:
-        if self._hbm is not None and self._hbm.state[page]:
-            self.index.pin(self._hbm, page)
-            draft.pins.append((HBM, page))
-        if slot is None:
-            return self._move(page, HBM, HOST, grant.slot, grant.after)
-        key, parent = self.index.key(page), self.index.parent_key(page)
-        is_bound = self._hbm is not None and self._hbm.slot[page] == slot  # or in a spare slot
-        return Move(
-            page, key, parent, HBM, slot, HOST, grant.slot, waits=is_bound, after=grant.after
+    def _store_moves(
+        self, pages: list[int], given: dict[int, int], grants: list[Grant], draft: Draft
+    ) -> list[Move]:
+        """From the slots given, or from where HBM has a page; the copies there are pinned."""
+        sources: list[int] = [given.get(page, -1) for page in pages]
+        waits = [False] * len(pages)
+        if self._hbm is not None:
+            state = self._hbm.state
+            held = [page for page in pages if state[page]]
+            self.index.pin(self._hbm, held)
+            draft.pins += zip(repeat(HBM), held)
+            in_hbm = [self._hbm.slot[page] for page in pages]
+            waits = [  # bound there by this plan; others stand in a spare slot
+                slot == bound and bound >= 0 for slot, bound in zip(sources, in_hbm, strict=True)
+            ]
+            sources = [
+                bound if slot < 0 else slot for slot, bound in zip(sources, in_hbm, strict=True)
+            ]
+        return make_moves(
+            pages,
+            self.index.keys(pages),
+            self.index.parent_keys(pages),
+            (HBM, sources, HOST, [grant.slot for grant in grants]),
+            waits=waits,
+            after=[grant.after for grant in grants],
         )
 
     def _unstored_ancestors(self, page: int) -> list[int]:
@@ -301,16 +330,6 @@ class Planner:
         """Whether host or disk has a page, or awaits it."""
         return bool(self._host.state[page] or (self._disk is not None and self._disk.state[page]))
 
-    def key(self, page: int) -> PageKey:
-        """The key of a page."""
-        return self.index.key(page)
-
-    def has(self, key: PageKey, tiers: Iterable[str]) -> bool:
-        """Whether one of these tiers has a page."""
-        page = self.index.find(key)
-        named = [self.index.by_name[name] for name in tiers if name in self.index.by_name]
-        return page >= 0 and any(tier.is_resident(page) for tier in named)
-
     def _writes(self, pages: list[int], draft: Draft) -> list[Move]:
         """Copies host -> disk of pages and their ancestors, as far as disk has room."""
         assert self._disk is not None
@@ -321,7 +340,7 @@ class Planner:
             slots = self.room.write_slots(dirty)
         if slots is None:
             return []
-        return [self.room.write(page, slot, draft) for page, slot in slots.items()]
+        return self.room.write(slots, draft)
 
     def dirty_pages(self) -> list[int]:
         """Host pages that are not on disk and could be written there, coldest first. O(pages).
@@ -345,137 +364,41 @@ class Planner:
         write = self._writes([page for page in pages if self._host.is_resident(page)], draft)
         return Plan(write=tuple(write), pins=tuple(draft.pins))
 
-    # -- what became of a plan ---------------------------------------------------------------------
+    # -- what was there before ---------------------------------------------------------------------
 
-    def arrived(self, move: Move) -> None:
-        """The bytes of a move are in place and verified: the page counts from now on."""
-        if self.is_arriving(move):
-            self.index.finish(self.index.by_name[move.target], move.page)
-
-    def failed(self, move: Move, reason: str = "failed") -> None:
-        """A move was not made: its page does not count in the target, whose slot is free again."""
-        if move.leaves and self._restores:
-            self._restore(move)
-        if move.is_in_place or not self.is_arriving(move):
-            return  # in place: the arrival is another plan's, or by now that of a third
-        tier = self.index.by_name[move.target]
-        slot = self.index.abort(tier, move.page, reason)
-        if not self._went_back(move):
-            self.room.free(tier.name, [slot])
-
-    def is_arriving(self, move: Move) -> bool:
-        """Whether the target slot of a move is promised to its page, not a caller's own."""
-        tier = self.index.by_name.get(move.target)
-        if tier is None or tier.slot[move.page] != move.target_slot:
-            return False
-        return tier.state[move.page] == TierState.ARRIVING
-
-    def is_possible(self, move: Move) -> bool:
-        """Whether, what it waited for being over, a move has its source and its target slot."""
-        if self._went_back(move):
-            return False
-        tier = self.index.by_name.get(move.source)
-        if tier is None:
-            return True
-        if tier.slot[move.page] == move.source_slot:
-            return tier.is_resident(move.page)
-        return move.source == HBM and move.target == HOST  # from a slot that was the caller's own
-
-    def durable(self, moves: Sequence[Move]) -> list[Move]:
-        """The writes that leave disk prefix-closed: their parents are there, or go before them."""
-        assert self._disk is not None
-        good: list[Move] = []
-        going: set[int] = {-1}
-        for move in moves:
-            parent = self.index.parent_of[move.page]
-            has_source = move.leaves or self.is_possible(move)
-            if has_source and (parent in going or self._disk.is_resident(parent)):
-                going.add(move.page)
-                good.append(move)
-        return good
-
-    def _restore(self, move: Move) -> None:
-        """A demotion failed: the page is back in the slot it was leaving.
-
-        Unless another plan is already bringing it to host again, from the copy that has just
-        failed.
-        """
-        if self._host.state[move.page] or move.page in self._host.doomed:
-            return
-        self.index.begin(self._host, move.page, move.source_slot)
-        self.index.finish(self._host, move.page)
-        self.index.pin(self._host, move.page)  # who was promised its slot must find it taken
-        self._returned.add(move)
-
-    def _went_back(self, move: Move) -> bool:
-        """Whether the slot a move was promised is again that of the page that did not leave."""
-        if move.after < 0:
-            return False
-        return self._host.slot[move.after] == move.target_slot
-
-    def condemn(self, move: Move, reason: str) -> None:
-        """The source copy of a move was found bad: it is dropped, and not counted from now on."""
-        tier = self.index.by_name[move.source]
-        if tier.is_resident(move.page) and tier.slot[move.page] == move.source_slot:
-            slot = self.index.condemn(tier, move.page, reason)
-            if slot is not None:
-                self.room.free(tier.name, [slot])
-
-    def end(self, plan: Plan) -> None:
-        """All moves of a plan have arrived or failed: take its pins back, free what was spare."""
-        for tier, page in plan.pins:
-            self._unpin(tier, page)
-        for move in self._returned.intersection(plan.demote):
-            self._returned.remove(move)
-            self._unpin(HOST, move.page)
-        if self._hbm is not None:
-            self.room.free(HBM, plan.spare_slots)
-
-    def release(self, pages: Iterable[int]) -> None:
-        """End the lease of pages that a get() brought into HBM."""
-        for page in pages:
-            self._unpin(HBM, page)
-
-    def _unpin(self, tier: str, page: int) -> None:
-        slot = self.index.unpin(self.index.by_name[tier], page)
-        if slot is not None:
-            self.room.free(tier, [slot])
-
-    def carry_out(self, plan: Plan) -> Plan:
-        """Make every move of a plan at once, without bytes: how a simulator uses it."""
-        for move in plan.moves():
-            self.arrived(move)
-        self.end(plan)
-        return plan
-
-    def adopt(self, tier: str, pages: Iterable[StoredPage]) -> list[int]:
+    def adopt(self, tier: str, pages: Iterable[Stored]) -> list[int]:
         """Pages a tier still holds from an earlier run, oldest first. Returns the slots of orphans.
 
         An orphan, a page whose parent is not there, cannot hit; its slot is freed. Parents mostly
         come before their children; a child that comes first waits for them.
         """
-        waiting: dict[PageKey, list[StoredPage]] = {}  # by the parent that is not here yet
-        for page in pages:
-            self.room.claim(tier, 1)
-            if page.parent is None or self.index.find(page.parent) >= 0:
-                self._adopt_tree(tier, page, waiting)
-            else:
-                waiting.setdefault(page.parent, []).append(page)
+        waiting: dict[PageKey, list[Stored]] = {}  # by the parent that is not here yet
+        left = iter(pages)
+        while some := list(islice(left, _ADOPTED_AT_ONCE)):
+            self.room.claim(tier, len(some))
+            target = self.index.by_name[tier]
+            columns = [page.key for page in some], [page.parent for page in some]
+            slots = [page.slot for page in some]
+            if waiting or not self.index.restore(target, *columns, slots):
+                self._adopt_singly(target, some, waiting)
         orphans = [page.slot for children in waiting.values() for page in children]
         self.room.free(tier, orphans)
         return orphans
 
-    def _adopt_tree(
-        self, tier: str, root: StoredPage, waiting: dict[PageKey, list[StoredPage]]
+    def _adopt_singly(
+        self, target: TierIndex, pages: Sequence[Stored], waiting: dict[PageKey, list[Stored]]
     ) -> None:
-        """Adopt a page, and those that have been waiting for it."""
-        target = self.index.by_name[tier]
-        ready = [root]
-        while ready:
-            page = ready.pop()
-            parent = -1 if page.parent is None else self.index.find(page.parent)
-            (page_id,) = self.index.add([page.key], parent)
-            self.index.begin(target, page_id, page.slot)
-            self.index.finish(target, page_id)
-            self.index.touch([page_id])
-            ready += waiting.pop(page.key, [])
+        """Adopt pages with those that have been waiting for them, or let them wait."""
+        for given in pages:
+            if given.parent is not None and self.index.find(given.parent) < 0:
+                waiting.setdefault(given.parent, []).append(given)
+                continue
+            ready = [given]
+            while ready:
+                page = ready.pop()
+                parent = -1 if page.parent is None else self.index.find(page.parent)
+                added = self.index.add([page.key], parent)
+                self.index.begin(target, added, [page.slot])
+                self.index.finish(target, added)
+                self.index.touch(added)
+                ready += waiting.pop(page.key, [])

@@ -8,12 +8,14 @@ a crash leaves on disk can hit, and the pages of one prefix lie side by side the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import repeat
 from typing import NamedTuple, Protocol
 
 from tiered_kv.index import Index, TierIndex
-from tiered_kv.plan import DISK, HOST, Draft, Move
+from tiered_kv.plan import DISK, HOST, Draft, Move, make_moves
+from tiered_kv.tier_index import RESIDENT
 
 
 class Slots(Protocol):
@@ -33,27 +35,32 @@ class Grant(NamedTuple):
     after: int = -1
 
 
-def move_of(
+_NEW: Callable[[type[Grant], tuple[int, int]], Grant] = tuple.__new__  # as in `make_moves`
+
+
+def _grants(slots: Iterable[int], after: Iterable[int] = repeat(-1)) -> list[Grant]:
+    return list(map(_NEW, repeat(Grant), zip(slots, after, strict=False)))
+
+
+def moves_of(
     index: Index,
-    page: int,
+    pages: Sequence[int],
     source: str,
     target: str,
-    slot: int,
+    slots: Iterable[int],
     *,
-    after: int = -1,
-    leaves: bool = False,
-) -> Move:
-    """The move of a page from where a tier has it, or awaits it, to a slot of another."""
+    after: Iterable[int] = repeat(-1),
+    leaves: Iterable[bool] = repeat(False),
+) -> list[Move]:
+    """The moves of pages from where a tier has them, or awaits them, to slots of another."""
     tier = index.by_name[source]
-    return Move(
-        page,
-        index.key(page),
-        index.parent_key(page),
-        source,
-        tier.slot[page],
-        target,
-        slot,
-        waits=not tier.is_resident(page),
+    state, slot_of = tier.state, tier.slot
+    return make_moves(
+        pages,
+        index.keys(pages),
+        index.parent_keys(pages),
+        (source, [slot_of[page] for page in pages], target, slots),
+        waits=[state[page] != RESIDENT for page in pages],
         after=after,
         leaves=leaves,
     )
@@ -92,16 +99,19 @@ class Room:
         """Up to n HBM slots. What leaves is dropped: it has a copy below or found no room there."""
         slots = self.reserve_free(tier.name, n)
         victims = self._index.victims(tier, n - len(slots))
-        return slots + [self._index.evict(tier, page) for page in victims]
+        return slots + self._index.evict(tier, victims)
 
     def exactly(self, name: str, n: int) -> list[int] | None:
         """Exactly n slots of HBM or disk, or None and nothing changed. What leaves is dropped."""
+        return self._exactly(name, n, ())
+
+    def _exactly(self, name: str, n: int, keep: Sequence[int]) -> list[int] | None:
         tier = self._index.by_name[name]
         missing = n - self.free_pages[name]
-        victims = self._index.victims(tier, missing) if missing > 0 else []
+        victims = self._victims(tier, missing, keep) if missing > 0 else []
         if len(victims) < missing:
             return None
-        self.free(name, [self._index.evict(tier, page) for page in victims])
+        self.free(name, self._index.evict(tier, victims))
         return self.reserve_free(name, n)
 
     def on_host(self, n: int, draft: Draft, *, below: int = -1) -> list[Grant]:
@@ -113,7 +123,7 @@ class Room:
             below: the page they will hang from, or -1. It may go to disk for them, but is not
                 dropped: a prefix is worth more than what continues it.
         """
-        grants = [Grant(slot) for slot in self.reserve_free(HOST, n)]
+        grants = _grants(self.reserve_free(HOST, n))
         missing = n - len(grants)
         if missing <= 0:
             return grants
@@ -121,18 +131,24 @@ class Room:
         if DISK in self._index.by_name:
             grants += self._demote(host, missing, draft)
         keep = [below] if below >= 0 and host.state[below] else []
-        with self.held(host, keep):
-            victims = self._index.victims(host, n - len(grants))
-        return grants + [Grant(self._index.evict(host, page)) for page in victims]
+        victims = self._victims(host, n - len(grants), keep)
+        return grants + _grants(self._index.evict(host, victims))
 
     @contextmanager
     def held(self, tier: TierIndex, pages: Sequence[int]) -> Iterator[None]:
         """Keep pages in a tier while room is made in it."""
-        for page in pages:
-            self._index.pin(tier, page)
+        self._index.pin(tier, pages)
         yield
-        for page in pages:
-            self._index.unpin(tier, page)
+        self._index.unpin(tier, pages)
+
+    def _victims(
+        self, tier: TierIndex, n: int, keep: Sequence[int], *, demote: bool = False
+    ) -> list[int]:
+        """As `Index.victims`, with some pages `held`."""
+        self._index.pin(tier, keep)
+        victims = self._index.victims(tier, n, demote=demote)
+        self._index.unpin(tier, keep)
+        return victims
 
     def _demote(self, host: TierIndex, n: int, draft: Draft) -> list[Grant]:
         """Give up to n host pages that live on on disk, as many as disk can take."""
@@ -140,20 +156,15 @@ class Room:
         victims = self._demotable(host, n)
         while (slots := self._slots_for(victims)) is None:
             victims = victims[: len(victims) // 2]
-        leaving = set(victims)
-        for page, slot in slots.items():
-            if page in leaving:
-                draft.demote.append(self._begin_write(page, slot, leaves=True))
-            else:
-                draft.demote.append(self.write(page, slot, draft))
-        return [Grant(index.evict(host, page), page if page in slots else -1) for page in victims]
+        draft.demote += self.write(slots, draft, leaving=set(victims))
+        freed = index.evict(host, victims)
+        return _grants(freed, (page if page in slots else -1 for page in victims))
 
     def _demotable(self, host: TierIndex, n: int) -> list[int]:
         """Up to n pages that host would give up if they live on on disk, and that can."""
         stuck: list[int] = []
         while True:
-            with self.held(host, stuck):
-                victims = self._index.victims(host, n, demote=True)
+            victims = self._victims(host, n, stuck, demote=True)
             durable = set(self.durable(victims))
             if len(durable) == len(victims):
                 return victims
@@ -200,18 +211,20 @@ class Room:
             order.update(dict.fromkeys(reversed(path)))
             if page >= 0 and disk.state[page]:
                 held.append(page)  # on disk, and soon a parent there: must not leave meanwhile
-        with self.held(disk, held):
-            slots = self.exactly(DISK, len(order))
+        slots = self._exactly(DISK, len(order), held)
         return None if slots is None else dict(zip(order, slots, strict=True))
 
-    def _begin_write(self, page: int, slot: int, *, leaves: bool) -> Move:
-        move = move_of(self._index, page, HOST, DISK, slot, leaves=leaves)
-        self._index.begin(self._index.by_name[DISK], page, slot)
-        return move
+    def write(
+        self, slots: dict[int, int], draft: Draft, *, leaving: Collection[int] = ()
+    ) -> list[Move]:
+        """Copies of host pages to disk, in the order of `slots`: page -> disk slot.
 
-    def write(self, page: int, slot: int, draft: Draft) -> Move:
-        """A copy of a host page to disk, which stays on host; pins it there until the plan ends."""
-        move = self._begin_write(page, slot, leaves=False)
-        self._index.pin(self._index.by_name[HOST], page)
-        draft.pins.append((HOST, page))
-        return move
+        Those of `leaving` are to be evicted; the others stay, pinned on host until the plan ends.
+        """
+        index, pages = self._index, list(slots)
+        staying = [page for page in pages if page not in leaving]
+        index.begin(index.by_name[DISK], pages, slots.values())
+        index.pin(index.by_name[HOST], staying)
+        draft.pins += zip(repeat(HOST), staying)
+        leaves = [page in leaving for page in pages]
+        return moves_of(index, pages, HOST, DISK, slots.values(), leaves=leaves)

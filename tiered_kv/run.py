@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from tiered_kv.errors import CorruptPageError, TierIOError
 from tiered_kv.kernels.page_copy.rows import Rows
 from tiered_kv.keys import PageKey
-from tiered_kv.mover import COPY_BATCH_BYTES, LOAD_BATCH_BYTES, WRITE_BATCH_BYTES, Mover, Place
+from tiered_kv.mover import (
+    COPY_BATCH_BYTES,
+    DEMOTE_BATCH_BYTES,
+    LOAD_BATCH_BYTES,
+    WRITE_BATCH_BYTES,
+    Mover,
+    Place,
+)
 from tiered_kv.plan import DISK, HBM, HOST, Move
 from tiered_kv.storage.base import Page
 from tiered_kv.streams import Event, Stream, when_all
@@ -39,6 +47,19 @@ def _job(
     stream: Stream, batch: Batch, work: Callable[[Batch], Batch], ready: Sequence[Event] = ()
 ) -> Job:
     return Job(stream, batch, work, ready, Event())
+
+
+def _places(moves: Sequence[Move]) -> list[Place]:
+    """Where moves, all into one tier, bring their pages."""
+    target = moves[0].target if moves else ""
+    return [(target, move.key) for move in moves]
+
+
+def _in_motion(batch: Batch) -> Batch:
+    """The moves of a batch that do move something, not a page that is in its slot already."""
+    if batch[0].target != HBM:
+        return batch
+    return [move for move in batch if move.source != HBM or not move.is_in_place]
 
 
 class Run:
@@ -72,12 +93,10 @@ class Run:
         self._ready = list(ready)
         self._device_event = device_event
         self._on_settled = on_settled
-        self._position = {page: at for at, page in enumerate(self._plan.pages)}
+        self._position = dict(zip(self._plan.pages, range(len(self._plan.pages)), strict=True))
         steps = self._plan.load + self._plan.fill + self._plan.store + self._plan.write
         self._counting = {move.page: move for move in steps}  # a page's last move is what counts
         self._demoted = {move.page: move.key for move in self._plan.demote}
-        self._arrival: dict[Place, Event] = {}  # of the pages this run brings somewhere
-        self._known: dict[Place, Event] = {}  # and of those it waits for
         self._joined: set[PageKey] = set()  # pages that others bring
         self._unknown = 0  # fill batches whose sources may still fail
         self._layer_left: list[int] = []
@@ -87,30 +106,24 @@ class Run:
         """Queue everything; returns at once. Called under the lock that planned it."""
         mover, plan = self._mover, self._plan
         mover.in_flight.add(self.transfer)
-        places = {(move.source, move.key) for move in plan.moves() if move.waits}
-        joined = places & mover.arrivals.keys()
+        # A store waits for the page that its own plan binds, if at all, and a demotion for none.
+        waiting = [move for move in plan.load + plan.fill + plan.write if move.waits]
+        joined = {(move.source, move.key) for move in waiting} & mover.arrivals.keys()
         self._join({key for _, key in joined})
-        parents = {(DISK, move.parent) for move in plan.demote + plan.write if move.parent}
-        others = {
-            place: mover.arrivals[place] for place in joined | parents & mover.arrivals.keys()
-        }
         unmoved = self._settle_unmoved()
-        on_hbm = [*self._fill_jobs(), *self._store_jobs()]
+        bound = Event()
+        on_hbm = [*self._fill_jobs(), *self._store_jobs(bound)]
         jobs = [
-            *self._write_jobs(plan.demote),
+            *self._write_jobs(plan.demote, DEMOTE_BATCH_BYTES),
             *self._load_jobs(),
             *on_hbm,
-            *self._write_jobs(plan.write),
+            *self._write_jobs(plan.write, WRITE_BATCH_BYTES),
         ]
-        bound = Event()
-        self._announce(plan.bind, bound)
-        for job in jobs:
-            self._announce([move for move in job.batch if not move.is_in_place], job.done)
-        self._known = {**others, **self._arrival}
-        mover.arrivals.update(self._arrival)
-        self._bind(bound)
-        for job in jobs:
-            self._submit(job)
+        binding = self._announce(plan.bind, bound)
+        announced = [self._announce(_in_motion(job.batch), job.done) for job in jobs]
+        self._bind(binding, bound)
+        for job, arriving in zip(jobs, announced, strict=True):
+            self._submit(job, arriving)
         when_all([job.done for job in on_hbm], self.hbm_done.fire)
         when_all([bound, unmoved, *(job.done for job in jobs)], self._end)
 
@@ -130,22 +143,21 @@ class Run:
         self._joined |= new
         self._mover.wanted.update(new)
 
-    def _announce(self, moves: Sequence[Move], done: Event) -> None:
-        """Let other transfers wait for pages on their way, one event for all that come together."""
-        is_arriving = self._mover.books.is_arriving
-        for move in moves:
-            if is_arriving(move):
-                self._arrival[move.target, move.key] = done
+    def _announce(self, moves: Sequence[Move], done: Event) -> Sequence[Move]:
+        """Let other transfers wait for pages on their way, one event for all that come together.
+
+        Returns the moves that bring such a page, not one to a slot that is the caller's own.
+        """
+        arriving = self._mover.books.arriving(moves)
+        self._mover.arrivals.update(dict.fromkeys(_places(arriving), done))
+        return arriving
 
     def _settle_unmoved(self) -> Event:
         """Pages no move is about: where they should be, or on their way there, or without room."""
-        mover = self._mover
+        mover, pages, counting = self._mover, self._plan.pages, self._counting
         tiers = (HOST, DISK) if self._plan.is_put else (HBM, HOST)
-        unmoved = [
-            (at, mover.books.key(page))
-            for at, page in enumerate(self._plan.pages)
-            if page not in self._counting
-        ]
+        left_out = [at for at, page in enumerate(pages) if page not in counting]
+        unmoved = [(at, mover.books.key(pages[at])) for at in left_out]
         places = {(tier, key) for _, key in unmoved for tier in tiers}
         coming = places & mover.arrivals.keys()
         self._join({key for _, key in coming})
@@ -163,7 +175,7 @@ class Run:
 
     # -- queueing ----------------------------------------------------------------------------------
 
-    def _submit(self, job: Job) -> None:
+    def _submit(self, job: Job, arriving: Sequence[Move]) -> None:
         """Queue a batch; it is published when the device is through with it.
 
         Whatever happens, every move of the batch ends as arrived or failed, and `job.done` fires.
@@ -179,43 +191,47 @@ class Run:
                 self.transfer.broke(error)
 
         queued = job.stream.submit(guarded, [*job.ready, *self._needs(job)])
-        queued.on_fire(lambda: self._publish(job.batch, made, job.done))
+        queued.on_fire(lambda: self._publish(job.batch, arriving, made, job.done))
 
     def _needs(self, job: Job) -> list[Event]:
         """The events of other batches that this one waits for, each once."""
-        needs: dict[Event, None] = {}
-        for move in job.batch:
-            source = self._known.get((move.source, move.key)) if move.waits else None
-            if source is not None:
-                needs[source] = None
-            if move.after >= 0:
-                needs[self._arrival[DISK, self._demoted[move.after]]] = None
-            above = move.parent if move.target == DISK else None
-            parent = self._known.get((DISK, above)) if above else None
-            if parent is not None and parent is not job.done:
-                needs[parent] = None
-        return list(needs)
+        arrivals, batch = self._mover.arrivals, job.batch
+        needs: dict[Event | None, None] = {}
+        if job.stream is not self._mover.store_stream:  # whose pages come with `job.ready`
+            places = [(move.source, move.key) for move in batch if move.waits]
+            needs.update(dict.fromkeys(map(arrivals.get, places)))
+        if self._demoted:
+            gone = [self._demoted[move.after] for move in batch if move.after >= 0]
+            needs.update(dict.fromkeys(arrivals[DISK, key] for key in gone))
+        if batch[0].target == DISK:
+            above = [(DISK, move.parent) for move in batch if move.parent]
+            needs.update(dict.fromkeys(map(arrivals.get, above)))
+        return [event for event in needs if event is not None and event is not job.done]
 
-    def _publish(self, batch: Batch, made: Batch, done: Event) -> None:
-        books, arrivals = self._mover.books, self._mover.arrivals
-        came = {id(move) for move in made}
-        with self._mover.lock:
-            for move in batch:
-                place = (move.target, move.key)
-                if self._arrival.get(place) is not done:
-                    continue  # another transfer's to publish, or a slot that is the caller's own
-                if id(move) in came:
-                    books.arrived(move)
-                else:
-                    books.failed(move, self._why(move))
-                del arrivals[place]
+    def _publish(
+        self, batch: Sequence[Move], arriving: Sequence[Move], made: Sequence[Move], done: Event
+    ) -> None:
+        """Tell the books and the transfer; `arriving` are those that this run has announced."""
+        mover, is_whole = self._mover, len(made) == len(batch)
+        came = set() if is_whole else {id(move) for move in made}
+        with mover.lock:
+            mover.books.arrived_all(
+                arriving if is_whole else [move for move in arriving if id(move) in came]
+            )
+            for move in () if is_whole else arriving:
+                if id(move) not in came:
+                    mover.books.failed(move, self._why(move))
+            for place in _places(arriving):
+                del mover.arrivals[place]
+        counting, position = self._counting, self._position
         counted = [
-            (self._position[move.page], id(move) in came)
-            for move in batch
-            if self._counting.get(move.page) is move and move.page in self._position
+            move for move in batch if counting.get(move.page) is move and move.page in position
         ]
-        self.transfer.here([at for at, is_here in counted if is_here])
-        self._lose({at: "failed" for at, is_here in counted if not is_here})
+        if is_whole:
+            self.transfer.here([position[move.page] for move in counted])
+        else:
+            self.transfer.here([position[move.page] for move in counted if id(move) in came])
+            self._lose({position[m.page]: "failed" for m in counted if id(m) not in came})
         done.fire()
 
     def _why(self, move: Move) -> str:
@@ -234,33 +250,35 @@ class Run:
         mover = self._mover
         is_cancelled = self.transfer.is_cancelled and not self._plan.is_put
         with mover.lock:
-            wanted = [
-                move
-                for move in batch
-                if not is_cancelled or mover.wanted[move.key] > (move.key in self._joined)
-            ]
-            possible = [move for move in wanted if mover.books.is_possible(move)]
-        left_out = {move.page for move in batch} - {move.page for move in wanted}
-        self._lose({self._position[page]: "in_flight" for page in left_out})
+            wanted = batch
+            if is_cancelled:
+                joined = self._joined
+                wanted = [m for m in batch if mover.wanted[m.key] > (m.key in joined)]
+            possible = mover.books.possible(wanted)
+        if len(wanted) < len(batch):
+            left_out = {move.page for move in batch} - {move.page for move in wanted}
+            self._lose({self._position[page]: "in_flight" for page in left_out})
         return possible
 
     # -- the moves ---------------------------------------------------------------------------------
 
-    def _bind(self, bound: Event) -> None:
+    def _bind(self, arriving: Sequence[Move], bound: Event) -> None:
         """Once the caller has written its pages they count; till then spare slots are not free."""
-        batch = list(self._plan.bind)
+        batch = self._plan.bind
         if batch or self._plan.spare_slots:
             self._mover.after(
-                self._ready, self._device_event, lambda: self._publish(batch, batch, bound)
+                self._ready,
+                self._device_event,
+                lambda: self._publish(batch, arriving, batch, bound),
             )
         else:
             bound.fire()
 
-    def _write_jobs(self, moves: Sequence[Move]) -> list[Job]:
+    def _write_jobs(self, moves: Sequence[Move], batch_bytes: int) -> list[Job]:
         mover = self._mover
         return [
             _job(mover.write_stream, batch, self._write)
-            for batch in mover.batches(moves, WRITE_BATCH_BYTES)
+            for batch in mover.batches(moves, batch_bytes)
         ]
 
     def _write(self, batch: Batch) -> Batch:
@@ -282,10 +300,11 @@ class Run:
 
     def _load_jobs(self) -> list[Job]:
         mover = self._mover
-        return [
-            _job(mover.load_stream, batch, self._load)
-            for batch in mover.batches(self._plan.load, LOAD_BATCH_BYTES)
-        ]
+        jobs = []
+        for batch in mover.batches(self._plan.load, LOAD_BATCH_BYTES):
+            done = Event()
+            jobs.append(Job(mover.loader(done), batch, self._load, (), done))
+        return jobs
 
     def _load(self, batch: Batch) -> Batch:
         moves = self._possible(batch)
@@ -298,7 +317,7 @@ class Run:
         started = time.perf_counter()
         outcome = mover.disk.read([move.source_slot for move in moves], into) if moves else []
         good = [move for move, error in zip(moves, outcome, strict=True) if error is None]
-        mover.counters.loaded(DISK, len(good), time.perf_counter() - started)
+        mover.counters.loaded(DISK, len(good), mover.load_seconds(started))
         mover.counters.moved(DISK, HOST, len(good) * mover.hbm.page_bytes)
         mover.counters.add("total", "verified", len(good))
         for move, error in zip(moves, outcome, strict=True):
@@ -320,7 +339,7 @@ class Run:
         mover, plan = self._mover, self._plan
         loaded = {move.page: at for at, move in enumerate(plan.load)}
         per_load = max(1, LOAD_BATCH_BYTES // mover.hbm.page_bytes)
-        groups: dict[str | int, Batch] = {}
+        groups: defaultdict[str | int, Batch] = defaultdict(list)
         for move in plan.fill:
             if move.source == DISK:
                 kind: str | int = "staged"
@@ -328,7 +347,7 @@ class Run:
                 kind = loaded[move.page] // per_load
             else:
                 kind = "joined" if move.waits else "ready"
-            groups.setdefault(kind, []).append(move)
+            groups[kind].append(move)
         staged = groups.pop("staged", [])
         staging = mover.host.staging_pages
         passes = [staged[at : at + staging] for at in range(0, len(staged), staging or 1)]
@@ -387,8 +406,9 @@ class Run:
         mover = self._mover
         if self._device_event is not None:
             self._device_event.wait()
-        came = {move.page for move in moves}
-        self._lose({self._position[m.page]: "failed" for m in batch if m.page not in came})
+        if len(moves) < len(batch):
+            came = {move.page for move in moves}
+            self._lose({self._position[m.page]: "failed" for m in batch if m.page not in came})
         self._batch_known()
         inside = [move for move in moves if move.source == HBM and not move.is_in_place]
         mover.hbm.copy_slots(
@@ -402,8 +422,7 @@ class Run:
             if copied:
                 mover.hbm.write_layers(slots, rows, first, last)
             mark = stream.mark()
-            for layer in range(first, last):
-                self._layer_through(layer, mark)
+            self._layers_through(first, last, mark)
         mover.counters.moved(HOST, HBM, len(copied) * mover.hbm.page_bytes)
         mover.counters.loaded(HOST, len(copied), time.perf_counter() - started)
         return moves
@@ -415,18 +434,22 @@ class Run:
         if is_last:
             self.transfer.sources_known()
 
-    def _layer_through(self, layer: int, mark: Any) -> None:
+    def _layers_through(self, first: int, last: int, mark: Any) -> None:
         with self._mover.lock:
-            self._layer_marks[layer].append(mark)
-            self._layer_left[layer] -= 1
-            is_last = self._layer_left[layer] == 0
-        if is_last:
+            whole = []
+            for layer in range(first, last):
+                self._layer_marks[layer].append(mark)
+                self._layer_left[layer] -= 1
+                if self._layer_left[layer] == 0:
+                    whole.append(layer)
+        for layer in whole:
             self.transfer.layer_here(layer, self._layer_marks[layer])
 
-    def _store_jobs(self) -> list[Job]:
+    def _store_jobs(self, bound: Event) -> list[Job]:
         mover = self._mover
+        ready = [*self._ready, bound] if self._plan.bind else self._ready
         return [
-            _job(mover.store_stream, batch, self._store, self._ready)
+            _job(mover.store_stream, batch, self._store, ready)
             for batch in mover.batches(self._plan.store, COPY_BATCH_BYTES)
         ]
 

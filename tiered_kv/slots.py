@@ -26,16 +26,18 @@ class SlotPool:
         """The n lowest free slots, or None and nothing taken."""
         if n < 0 or self.capacity - self.used < n:
             return None
-        return [self._take_one() for _ in range(n)]
-
-    def _take_one(self) -> int:
-        if self._returned:
-            slot = heapq.heappop(self._returned)
+        returned, taken = self._returned, self._taken
+        if n < len(returned):
+            slots = [heapq.heappop(returned) for _ in range(n)]
         else:
-            slot = self._fresh
-            self._fresh += 1
-        self._taken[slot] = 1
-        return slot
+            slots = sorted(returned)
+            returned.clear()
+            missing = n - len(slots)
+            slots += range(self._fresh, self._fresh + missing)
+            self._fresh += missing
+        for slot in slots:
+            taken[slot] = 1
+        return slots
 
     def reserve_exact(self, slot: int) -> None:
         """Take one named slot: how a tier found again after a restart claims what is already there.
@@ -58,12 +60,13 @@ class SlotPool:
         """Give slots back; ValueError, and none freed, if one is not taken or named twice."""
         if len(set(slots)) != len(slots):
             raise ValueError("a slot is named twice in one free()")
+        taken, capacity, returned = self._taken, self.capacity, self._returned
         for slot in slots:
-            if not 0 <= slot < self.capacity or not self._taken[slot]:
+            if not (0 <= slot < capacity and taken[slot]):
                 raise ValueError(f"slot {slot} is not reserved")
         for slot in slots:
-            self._taken[slot] = 0
-            heapq.heappush(self._returned, slot)
+            taken[slot] = 0
+            heapq.heappush(returned, slot)
 
     def is_taken(self, slot: int) -> bool:
         """Whether a slot is reserved."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -16,12 +17,11 @@ from tiered_kv.config import StoreConfig
 from tiered_kv.counters import Counters, StoreStats
 from tiered_kv.errors import ConfigError, CorruptPageError, StoreClosedError
 from tiered_kv.hbm_pages import HbmPages
-from tiered_kv.index import TierState
 from tiered_kv.keys import KeyChain, Multimodal, Namespace, PageKey, page_keys
 from tiered_kv.layout import KVLayout
 from tiered_kv.mover import Mover
 from tiered_kv.plan import DISK, HBM, HOST, LOAD_ALL, Gate, Plan
-from tiered_kv.planner import Planner, StoredPage
+from tiered_kv.planner import Planner, Stored
 from tiered_kv.run import Run
 from tiered_kv.session import Session, open_transcripts
 from tiered_kv.storage.base import CheckReport, Tier
@@ -97,7 +97,7 @@ class TieredStore:
             pin=self._hbm_tier.device.type == "cuda",
             with_staging=has_disk,
         )
-        found: Iterable[StoredPage] = ()
+        found: Iterable[Stored] = ()
         if disk is None and config.disk is not None:
             disk, found = self._open_disk(layout, config)
         self._disk = disk
@@ -119,9 +119,7 @@ class TieredStore:
         """A store by its configuration; what its directory holds already can hit at once."""
         return cls(layout, config)
 
-    def _open_disk(
-        self, layout: KVLayout, config: StoreConfig
-    ) -> tuple[Tier, Iterable[StoredPage]]:
+    def _open_disk(self, layout: KVLayout, config: StoreConfig) -> tuple[Tier, Iterable[Stored]]:
         assert config.disk is not None and config.disk_size is not None
         try:
             disk = DiskTier.open(
@@ -135,9 +133,9 @@ class TieredStore:
             self._host.close()
             self._hbm_tier.close()
             raise
-        return disk, (StoredPage(page.key, page.parent, page.slot) for page in disk.pages())
+        return disk, disk.pages()
 
-    def _adopt(self, found: Iterable[StoredPage]) -> None:
+    def _adopt(self, found: Iterable[Stored]) -> None:
         """Take over what the directory holds already."""
         try:
             self._planner.adopt(DISK, found)
@@ -181,18 +179,15 @@ class TieredStore:
             self._check_open()
             index = self._planner.index
             pages = index.match(keys)
-            sources = [self._planner.source_of(page) for page in pages]
-            pending = sum(
-                index.by_name[source].state[page] == TierState.ARRIVING
-                for page, source in zip(pages, sources, strict=True)
-            )
+            spread = index.spread(pages)
+        none = (0, 0)
         return PrefixMatch(
             pages=len(pages),
             tokens=len(pages) * self.layout.page_tokens,
-            hbm_pages=sources.count(HBM),
-            host_pages=sources.count(HOST),
-            disk_pages=sources.count(DISK),
-            pending_pages=pending,
+            hbm_pages=spread.get(HBM, none)[0],
+            host_pages=spread.get(HOST, none)[0],
+            disk_pages=spread.get(DISK, none)[0],
+            pending_pages=sum(arriving for _, arriving in spread.values()),
         )
 
     def stats(self) -> StoreStats:
@@ -347,6 +342,8 @@ class TieredStore:
         batch = max(1, _FLUSH_BYTES // self.layout.page_bytes)
         written = 0
         for at in range(0, len(dirty), batch):
+            # Not planned while the batch before it is written: the interpreter's lock would go to
+            # planning, and the thread that hashes small pages would wait 5 ms for each.
             with self._lock:
                 transfer = Transfer(self._planner.plan_flush(dirty[at : at + batch]))
                 Run(self._mover, transfer).start()
@@ -436,8 +433,8 @@ class TieredStore:
     def _count_get(self, run: Run) -> None:
         transfer, plan = run.transfer, run.transfer.plan
         count = transfer.arrived_pages
-        for source in plan.sources[:count]:
-            self._counters.add("hit", source, 1)
+        for source, pages in Counter(plan.sources[:count]).items():
+            self._counters.add("hit", source, pages)
         for reason, pages in plan.misses:
             self._counters.add("miss", reason, pages)
         after = "no_parent" if run.why_lost.get(count, "in_flight") != "in_flight" else "in_flight"
@@ -458,7 +455,7 @@ class TieredStore:
             if not tier.is_resident(page):
                 return
             slot = tier.slot[page]
-            index.pin(tier, page)
+            index.pin(tier, [page])
         (error,) = self._disk.read([slot], [buffer])
         with self._lock:
             if error is not None:
@@ -467,9 +464,7 @@ class TieredStore:
                 if fix and tier.is_resident(page) and tier.slot[page] == slot:
                     reason = "corrupt" if isinstance(error, CorruptPageError) else "failed"
                     index.condemn(tier, page, reason)
-            freed = index.unpin(tier, page)
-            if freed is not None:
-                self._planner.room.free(DISK, [freed])
+            self._planner.room.free(DISK, index.unpin(tier, [page]))
 
 
 def resolve_device(name: str) -> str:

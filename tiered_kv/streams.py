@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -24,17 +24,19 @@ _log = logging.getLogger(__name__)
 class Event:
     """Fires once. Any number of threads may wait for it, before and after."""
 
-    __slots__ = ("_callbacks", "_fired", "_lock")
+    __slots__ = ("_callbacks", "_fired", "_lock", "_waiters")
 
     def __init__(self) -> None:
-        self._fired = threading.Event()
+        """Much lighter than a `threading.Event`, of which a get() would make one a layer."""
+        self._fired = False
         self._lock = threading.Lock()
         self._callbacks: list[Work] = []
+        self._waiters: list[threading.Lock] = []  # held, each by who waits for its release
 
     @property
     def is_fired(self) -> bool:
         """Whether it has fired."""
-        return self._fired.is_set()
+        return self._fired
 
     def fire(self) -> None:
         """Release all who wait; run the callbacks here, in this thread. Twice is harmless.
@@ -42,20 +44,40 @@ class Event:
         All of them run; what the last that broke has raised is raised here.
         """
         with self._lock:
-            self._fired.set()
+            self._fired = True
+            waiters, self._waiters = self._waiters, []
             callbacks, self._callbacks = self._callbacks, []
-        with ExitStack() as stack:
-            for callback in reversed(callbacks):
-                stack.callback(callback)
+        for waiter in waiters:
+            waiter.release()
+        broke: BaseException | None = None
+        for callback in callbacks:
+            try:
+                callback()
+            except BaseException as error:  # the others wait for nothing else
+                broke = error
+        if broke is not None:
+            raise broke
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until it fires; False if the time ran out first."""
-        return self._fired.wait(timeout_s)
+        waiter = threading.Lock()
+        waiter.acquire()
+        with self._lock:
+            if self._fired:
+                return True
+            self._waiters.append(waiter)
+        try:
+            waiter.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s))
+        finally:
+            with self._lock:
+                if not self._fired:
+                    self._waiters.remove(waiter)
+        return self._fired
 
     def on_fire(self, callback: Work) -> None:
         """Call back when it fires, in the thread that fires it; at once if it has."""
         with self._lock:
-            if not self._fired.is_set():
+            if not self._fired:
                 self._callbacks.append(callback)
                 return
         callback()

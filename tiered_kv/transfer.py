@@ -178,7 +178,8 @@ class Transfer:
                 self._final = self._prefix(self._is_here, True)
         self._sources_known.fire()
         for layer in self._layers:
-            layer.fire()
+            if not layer.is_fired:
+                layer.fire()
         self.settled.fire()
 
     # -- inside ------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 
@@ -24,6 +24,9 @@ class Tree(Protocol):
     def child_count(self, page: int) -> int:
         """Children of a page that are in this tier, or on their way into it."""
 
+    def childless(self, pages: Sequence[int]) -> list[int]:
+        """Those of the pages, each known, of which `child_count` is 0."""
+
     def last_use(self, page: int) -> int:
         """A logical time: higher is later. Never reused."""
 
@@ -32,23 +35,27 @@ class Tree(Protocol):
 
 
 class Policy(ABC):
-    """Ranks the pages of one tier. Not locked: the index that owns it is."""
+    """Ranks the pages of one tier. Not locked: the index that owns it is.
+
+    It is told of whole batches, of which the tree already shows the outcome: a call a page and tier
+    cost more than all that a policy does in it.
+    """
 
     @abstractmethod
-    def insert(self, page: int) -> None:
-        """A page has become resident."""
+    def insert(self, pages: Sequence[int]) -> None:
+        """Pages have become resident."""
 
     @abstractmethod
-    def touch(self, page: int) -> None:
-        """A resident page was used; `Tree.last_use` already says when."""
+    def touch(self, pages: Sequence[int]) -> None:
+        """Pages were used, some of which may not be in this tier; `Tree.last_use` says when."""
 
     @abstractmethod
-    def rerank(self, page: int) -> None:
-        """The hint of a resident page has changed."""
+    def rerank(self, pages: Sequence[int]) -> None:
+        """The hint of resident pages has changed."""
 
     @abstractmethod
-    def remove(self, page: int) -> None:
-        """A page has left the tier, or will not arrive after all: its parent may now be a leaf."""
+    def remove(self, pages: Sequence[int]) -> None:
+        """Pages have left the tier, or will not arrive after all: parents may now be leaves."""
 
     @abstractmethod
     def victims(self, n: int, protected: Callable[[int], bool]) -> list[int]:
@@ -58,6 +65,9 @@ class Policy(ABC):
             n: how many are wanted.
             protected: pages that must stay, whatever their rank.
         """
+
+
+_PAGE = 0xFFFFFFFF
 
 
 class LeafFirst(Policy):
@@ -78,39 +88,45 @@ class LeafFirst(Policy):
     def rank(self, page: int) -> int:
         """Lower gives way first; non-negative. Falls only with a hint, which calls `rerank`."""
 
-    def insert(self, page: int) -> None:
-        if page >= len(self._resident):
-            grown = max(page + 1, len(self._resident) * 5 // 4) - len(self._resident)
+    def insert(self, pages: Sequence[int]) -> None:
+        highest = max(pages, default=-1)
+        if highest >= len(self._resident):
+            grown = max(highest + 1, len(self._resident) * 5 // 4) - len(self._resident)
             self._resident.extend(bytes(grown))
             self._queued.extend(bytes(grown))
-        self._resident[page] = 1
-        self._enqueue(page)
+        resident = self._resident
+        for page in pages:
+            resident[page] = 1
+        self._enqueue(pages)
 
-    def touch(self, page: int) -> None:
+    def touch(self, pages: Sequence[int]) -> None:
         """Nothing to do: a stale rank is corrected when it surfaces."""
 
-    def remove(self, page: int) -> None:
-        if page < len(self._resident):
-            self._resident[page] = 0
-        parent = self._tree.parent(page)
-        if parent >= 0:
-            self._enqueue(parent)
+    def remove(self, pages: Sequence[int]) -> None:
+        resident, parent_of = self._resident, self._tree.parent
+        known = len(resident)
+        parents = set()
+        for page in pages:
+            if page < known:
+                resident[page] = 0
+            parents.add(parent_of(page))
+        self._enqueue([page for page in parents if 0 <= page < known and resident[page]])
 
-    def rerank(self, page: int) -> None:
-        """Push it anew if it is a leaf: a rank that fell would surface too late."""
-        if self._still_a_leaf(page):
-            self._queued[page] = 1
-            heapq.heappush(self._heap, self.rank(page) << 32 | page)
+    def rerank(self, pages: Sequence[int]) -> None:
+        """Push leaves anew: a rank that fell would surface too late."""
+        for page in self._tree.childless(pages):
+            self._push(page)
 
-    def _enqueue(self, page: int) -> None:
-        if (
-            page < len(self._resident)
-            and self._resident[page]
-            and not self._queued[page]
-            and self._tree.child_count(page) == 0
-        ):
-            self._queued[page] = 1
-            heapq.heappush(self._heap, self.rank(page) << 32 | page)
+    def _enqueue(self, pages: Sequence[int]) -> None:
+        """Queue those of these resident pages that are leaves and not queued yet."""
+        queued = self._queued
+        for page in self._tree.childless(pages):
+            if not queued[page]:
+                self._push(page)
+
+    def _push(self, page: int) -> None:
+        self._queued[page] = 1
+        heapq.heappush(self._heap, self.rank(page) << 32 | page)
 
     def victims(self, n: int, protected: Callable[[int], bool]) -> list[int]:
         chosen: list[int] = []
@@ -118,16 +134,18 @@ class LeafFirst(Policy):
         popped: list[int] = []
         seen: set[int] = set()  # a page whose hint changed stands in the heap twice
         extra: list[int] = []  # parents that became leaves in this call; in no heap yet
-        heap = self._heap
+        heap, resident, known = self._heap, self._resident, len(self._resident)
+        parent_of, child_count, rank = self._tree.parent, self._tree.child_count, self.rank
         while len(chosen) < n and (heap or extra):
-            source = extra if extra and (not heap or extra[0] < heap[0]) else heap
-            entry = heapq.heappop(source)
-            page = entry & 0xFFFFFFFF
-            if source is heap:
-                if not self._still_a_leaf(page):
+            if extra and (not heap or extra[0] < heap[0]):
+                page = heapq.heappop(extra) & _PAGE
+            else:
+                entry = heapq.heappop(heap)
+                page = entry & _PAGE
+                if not resident[page] or child_count(page):
                     self._queued[page] = 0
                     continue
-                fresh = self.rank(page) << 32 | page
+                fresh = rank(page) << 32 | page
                 if fresh != entry:
                     heapq.heappush(heap, fresh)
                     continue
@@ -136,18 +154,13 @@ class LeafFirst(Policy):
                 continue
             seen.add(page)
             chosen.append(page)
-            self._offer_parent(page, taken, extra)
+            parent = parent_of(page)
+            if 0 <= parent < known and resident[parent]:
+                gone, children = taken.get(parent, 0) + 1, child_count(parent)
+                if children == gone:
+                    heapq.heappush(extra, rank(parent) << 32 | parent)
+                else:
+                    taken[parent] = gone
         for entry in popped:
             heapq.heappush(heap, entry)
         return chosen
-
-    def _still_a_leaf(self, page: int) -> bool:
-        return bool(self._resident[page]) and self._tree.child_count(page) == 0
-
-    def _offer_parent(self, page: int, taken: dict[int, int], extra: list[int]) -> None:
-        parent = self._tree.parent(page)
-        if parent < 0 or parent >= len(self._resident) or not self._resident[parent]:
-            return
-        taken[parent] = taken.get(parent, 0) + 1
-        if self._tree.child_count(parent) == taken[parent]:
-            heapq.heappush(extra, self.rank(parent) << 32 | parent)

@@ -6,6 +6,7 @@ Every request adds a leaf, so this is nearly LRU on conversations; it ignores a 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 
 from tiered_kv.policy.base import LeafFirst, Tree
 
@@ -17,12 +18,14 @@ class Fifo(LeafFirst):
         super().__init__(tree)
         self._arrived = array("q")
 
-    def insert(self, page: int) -> None:
-        if page >= len(self._arrived):
-            grown = max(page + 1, len(self._arrived) * 5 // 4) - len(self._arrived)
+    def insert(self, pages: Sequence[int]) -> None:
+        highest = max(pages, default=-1)
+        if highest >= len(self._arrived):
+            grown = max(highest + 1, len(self._arrived) * 5 // 4) - len(self._arrived)
             self._arrived.extend(array("q", bytes(8 * grown)))
-        self._arrived[page] = self._tree.last_use(page)
-        super().insert(page)
+        for page in pages:
+            self._arrived[page] = self._tree.last_use(page)
+        super().insert(pages)
 
     def rank(self, page: int) -> int:
         return self._arrived[page]

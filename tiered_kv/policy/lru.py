@@ -13,4 +13,5 @@ class Lru(LeafFirst):
     """Ranks a page by its last use, and what a hint adds to it."""
 
     def rank(self, page: int) -> int:
-        return max(0, self._tree.last_use(page) + self._tree.favour(page))
+        rank = self._tree.last_use(page) + self._tree.favour(page)
+        return rank if rank > 0 else 0
