@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import gpu, keys, replay, rows, store_cpu
+from bench import gpu, replay, rows, tiers
 from bench.gpu_checks import races, rig
 
 FIELDS = ["name", "metric", "unit", "params", "p20", "p50", "p80"]
@@ -114,18 +114,26 @@ def test_a_check_that_breaks_is_a_failure_and_the_others_still_run(
     assert "straddling  page" in out
 
 
-def test_store_bench_times_every_way_beside_its_limit(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    assert store_cpu.main(["--smoke", "--dir", str(tmp_path), "--rows", str(path)]) == 0
-    metrics = {row["metric"] for row in read_rows(path)}
-    assert {"put_rate", "put_limit_rate", "flush_rate", "prefetch_rate", "get_rate"} <= metrics
+def test_tiers_bench_keeps_every_metric_of_every_path(tmp_path: Path) -> None:
+    path, disk = tmp_path / "rows.jsonl", tmp_path / "disk"
+    disk.mkdir()
+    assert tiers.main(["--smoke", "--dir", str(disk), "--rows", str(path)]) == 0
+    found = read_rows(path)
+    assert [row["metric"] for row in found if not row["unit"]] == []
+    params = [row["params"] for row in found if row["metric"] == "bytes_per_s"]
+    paths = {param["path"] for param in params if isinstance(param, dict)}
+    assert paths >= {"host-put", "host-get", "disk-put", "disk-get", "disk-mixed"}
+    metrics = {row["metric"] for row in found}
+    assert metrics >= {"limit_bytes_per_s", "latency_s", "cpu_s_per_gb", "s_per_page"}
+    assert {row["name"] for row in found} == {"tiers", "index"}
+    assert list(disk.iterdir()) == []
 
 
-def test_keys_bench_measures_keys_memory_and_evictions(tmp_path: Path) -> None:
+def test_tiers_bench_keeps_no_rows_of_a_run_that_failed(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    assert keys.main(["--smoke", "--rows", str(path)]) == 0
-    metrics = {row["metric"] for row in read_rows(path)}
-    assert {"tokens_per_s", "bytes_per_page", "evict_p99_s_per_page"} <= metrics
+    absent = str(tmp_path / "absent")
+    assert tiers.main(["--smoke", "--only", "tiers", "--dir", absent, "--rows", str(path)]) == 2
+    assert not path.exists()
 
 
 def test_replay_bench_compares_turns_restored_and_recomputed(tmp_path: Path) -> None:

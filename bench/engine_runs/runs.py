@@ -10,9 +10,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from bench.engine_runs.models import SIZES
 from bench.engine_runs.player import Job, Result, read_result
 from bench.engine_runs.report import Outcome
 from bench.engine_runs.variants import BLOCK_TOKENS, VARIANTS, Setup, Variant
-from bench.store_cpu import Raw
+from tiered_kv.bench.limits import Memcpy
+from tiered_kv.bench.raw_disk import RawDisk, has_direct_io
 
 ROOT = rows.RESULTS.parents[1]
 _ENGINE_S = 900.0  # one process, from its start to its end
@@ -77,19 +79,21 @@ class Runner:
 
     def measure_limits(self, n_bytes: int) -> None:
         """What one thread copies, and what the disk reads past the page cache: medians."""
-        path = self._folder / "raw"
-        raw = Raw(n_bytes, path, _LIMIT_REPEATS)
+        copies = Memcpy(n_bytes, n_bytes)
+        direct = has_direct_io(self._folder)
+        disk = RawDisk(self._folder, n_bytes, 1, 1, read_threads=4, is_direct=direct)
         taken: dict[str, list[float]] = {"memcpy, one thread": [], "O_DIRECT reads": []}
         try:
+            disk.fill()
             for _ in range(_LIMIT_REPEATS):
-                raw.write()
-                for seconds, work in zip(taken.values(), (raw.memcpy, raw.read), strict=True):
+                works: list[Callable[[], object]] = [copies.large, partial(disk.read, n_bytes)]
+                for seconds, work in zip(taken.values(), works, strict=True):
                     began = time.perf_counter()
                     work()
                     seconds.append(time.perf_counter() - began)
         finally:
-            raw.close()
-            path.unlink()
+            disk.close()
+            copies.close()
         self._outcome.limits = {
             name: n_bytes / sorted(seconds)[len(seconds) // 2] for name, seconds in taken.items()
         }

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -26,63 +25,15 @@ from bench.gpu_checks.rig import (
     wrong_pages,
 )
 from bench.rows import load_average, size_text
+from tiered_kv.bench.limits import ContiguousCopies
 from tiered_kv.keys import KeyChain
 from tiered_kv.layout import KVLayout
-from tiered_kv.streams import Stream, open_stream
 
 _PAGE_BYTES = (64 << 10, 256 << 10, 1 << 20, 2 << 20, 8 << 20)
 _SMOKE_PAGE_BYTES = (64 << 10, 256 << 10)
 _SET_BYTES = 256 << 20
 _MAX_PAGES = 512
 _WAYS = {"put": "HBM to host", "get": "host to HBM", "both": "both at once"}
-
-
-@dataclass(slots=True)
-class Baseline:
-    """One contiguous copy of the same bytes, pinned if there is a GPU, on streams like ours."""
-
-    down: Stream
-    up: Stream
-    device: tuple[torch.Tensor, torch.Tensor]
-    host: tuple[torch.Tensor, torch.Tensor]
-
-    @classmethod
-    def make(cls, rig: Rig, n_bytes: int) -> Baseline:
-        """Two buffers on each side, touched."""
-
-        def pair(**where: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            first, second = (torch.zeros(n_bytes, dtype=torch.uint8, **where) for _ in range(2))
-            return first, second
-
-        return cls(
-            open_stream("baseline-d2h", rig.device),
-            open_stream("baseline-h2d", rig.device),
-            pair(device=rig.device),
-            pair(pin_memory=rig.has_gpu),
-        )
-
-    def put(self) -> None:
-        """HBM to host."""
-        self.down.submit(lambda: self._copy(self.host[0], self.device[0])).wait()
-
-    def get(self) -> None:
-        """Host to HBM."""
-        self.up.submit(lambda: self._copy(self.device[1], self.host[1])).wait()
-
-    def both(self) -> None:
-        """The two at once."""
-        down = self.down.submit(lambda: self._copy(self.host[0], self.device[0]))
-        self.up.submit(lambda: self._copy(self.device[1], self.host[1])).wait()
-        down.wait()
-
-    @staticmethod
-    def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-        target.copy_(source, non_blocking=True)
-
-    def close(self) -> None:
-        """End the streams."""
-        self.down.close()
-        self.up.close()
 
 
 @dataclass(slots=True)
@@ -135,7 +86,7 @@ def check_copies(rig: Rig) -> None:
         layout = rig.layout(page_bytes)
         pages = rig.pick(min(_MAX_PAGES, _SET_BYTES // page_bytes), 6)
         store = open_store(layout, 2 * pages, 4 * pages, rig.device)
-        baseline = Baseline.make(rig, pages * page_bytes)
+        baseline = ContiguousCopies.make(rig.device, pages * page_bytes)
         try:
             _round_trip(rig, store, layout, pages)
             _rates(rig, Through(rig, store, layout, pages), baseline)
@@ -164,7 +115,7 @@ def _round_trip(rig: Rig, store: Store, layout: KVLayout, pages: int) -> None:
     rig.found("round trip", case, result, put == came == pages and not wrong)
 
 
-def _rates(rig: Rig, through: Through, baseline: Baseline) -> None:
+def _rates(rig: Rig, through: Through, baseline: ContiguousCopies) -> None:
     page_bytes, n_bytes = through.layout.page_bytes, through.pages * through.layout.page_bytes
     taken: dict[str, dict[str, list[float]]] = {way: {"copy": [], "store": []} for way in _WAYS}
     for repeat in range(rig.pick(7, 2) + 1):

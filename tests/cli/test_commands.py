@@ -219,7 +219,7 @@ def test_the_module_runs_as_a_program_with_its_exit_codes() -> None:
 
 def test_the_command_line_starts_without_torch_or_an_engine() -> None:
     code = (
-        "import sys\nfrom tiered_kv.cli import check, replay, stats\n"
+        "import sys\nfrom tiered_kv.cli import bench, check, replay, stats\n"
         "print([m for m in ('torch', 'transformers', 'lmdb') if m in sys.modules])"
     )
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

@@ -114,7 +114,7 @@ def test_a_command_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[st
     assert main(["repaly"]) == 2
     assert "did you mean replay?" in capsys.readouterr().err
     assert main(["x"]) == 2
-    assert "expected one of replay, check, stats" in capsys.readouterr().err
+    assert "expected one of replay, bench, check, stats" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["replay", "--help"], ["check", "-h"]])

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 _COMMANDS = {
     "replay": "run multi-turn conversations or a recorded trace through a store, with real bytes",
+    "bench": "measure this machine's tiers, the cost of deciding, and when a load pays",
     "check": "verify every page of a store on disk",
     "stats": "say what a store on disk holds",
 }

@@ -89,13 +89,16 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"did you mean {found[0]}?" if found else ""
 
 
-def flag(name: str) -> str:
+def flag(name: str, options: type[Options] = Options) -> str:
     """The command-line form of a setting's name."""
-    return "--json" if name == "print_json" else "--" + name.replace("_", "-")
+    short = options.model_config.get("cli_shortcuts") or {}
+    long = name.replace("_", "-")
+    return f"--{short.get(long, long)}"
 
 
 def _flags(options: type[Options]) -> set[str]:
-    return {flag(name) for name in options.model_fields} | {"--print-json", "--help", "-h"}
+    long = {f"--{name.replace('_', '-')}" for name in options.model_fields}
+    return long | {flag(name, options) for name in options.model_fields} | {"--help", "-h"}
 
 
 def _refuse_unknown_flags(arguments: Sequence[str], known: set[str]) -> None:
@@ -116,11 +119,13 @@ def _refuse_unknown_variables(options: type[Options]) -> None:
 
 def _known_names() -> set[str]:
     if not _ALL_OPTIONS:
+        from tiered_kv.cli.bench import BreakEvenOptions, IndexOptions, TiersOptions
         from tiered_kv.config import StoreConfig
         from tiered_kv.replay.settings import ReplaySettings
 
         _ALL_OPTIONS.update(StoreConfig.model_fields, ReplaySettings.model_fields)
-        _ALL_OPTIONS.update(Options.model_fields)
+        _ALL_OPTIONS.update(TiersOptions.model_fields, IndexOptions.model_fields)
+        _ALL_OPTIONS.update(BreakEvenOptions.model_fields)
     return _ALL_OPTIONS
 
 
@@ -162,9 +167,9 @@ def _one_line(error: ValidationError, options: type[Options]) -> str:
     fault = error.errors(include_url=False)[0]
     message = fault["msg"].removeprefix("Value error, ")
     for name in sorted(options.model_fields, key=len, reverse=True):
-        message = re.sub(rf"\b{name}=", f"{flag(name)} ", message)
+        message = re.sub(rf"\b{name}=", f"{flag(name, options)} ", message)
         if "_" in name:
-            message = re.sub(rf"(?<![-\w]){name}\b", flag(name), message)
+            message = re.sub(rf"(?<![-\w]){name}\b", flag(name, options), message)
         elif message.startswith(f"{name} needs"):
             message = f"--{message}"
     if fault["type"].startswith("byte_size"):
@@ -173,5 +178,5 @@ def _one_line(error: ValidationError, options: type[Options]) -> str:
         return message
     name = str(fault["loc"][0])
     if fault["type"] == "missing":
-        return f"{flag(name)}: is required"
-    return f"{flag(name)} {fault['input']}: {message}"
+        return f"{flag(name, options)}: is required"
+    return f"{flag(name, options)} {fault['input']}: {message}"

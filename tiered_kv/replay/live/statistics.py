@@ -41,10 +41,10 @@ class Distribution:
         return cls(
             n=len(found),
             mean=math.fsum(found) / len(found),
-            p50=_quantile(found, 0.5),
-            p50_ci95=_median_interval(found),
-            p90=_quantile(found, 0.9) if len(found) >= LEAST_N["p90"] else None,
-            p99=_quantile(found, 0.99) if len(found) >= LEAST_N["p99"] else None,
+            p50=quantile(found, 0.5),
+            p50_ci95=median_interval(found),
+            p90=quantile(found, 0.9) if len(found) >= LEAST_N["p90"] else None,
+            p99=quantile(found, 0.99) if len(found) >= LEAST_N["p99"] else None,
         )
 
     def as_json(self) -> dict[str, object]:
@@ -64,7 +64,7 @@ class Distribution:
         }
 
 
-def _quantile(ordered: Sequence[float], share: float) -> float:
+def quantile(ordered: Sequence[float], share: float) -> float:
     """Linear between neighbours, as numpy's default."""
     place = share * (len(ordered) - 1)
     low = math.floor(place)
@@ -72,7 +72,7 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
-def _median_interval(ordered: Sequence[float]) -> tuple[float, float] | None:
+def median_interval(ordered: Sequence[float]) -> tuple[float, float] | None:
     """The values whose ranks hold the median between them 19 times in 20, whatever its spread."""
     n = len(ordered)
     rank = _lower_rank(n)
