@@ -6,8 +6,6 @@ vllm is imported inside the functions, as in `engine_rig`.
 from __future__ import annotations
 
 import errno
-import gc
-import sys
 import threading
 import time
 import zlib
@@ -39,7 +37,6 @@ PAGES = 3 + 4 * 6
 """Pages of a set of four prompts: three that all share, and six of each; the tail is no page."""
 
 Tokens = list[tuple[int, ...]]
-_known_modules = [0]
 _truths: dict[Path, dict[str, Tokens]] = {}
 
 
@@ -53,7 +50,7 @@ def truth_of(model: Path, name: str, names: Sequence[str] = ()) -> Tokens:
     """What a plain engine answers to `prompts_of(name)`; one engine answers all `names` at once."""
     known = _truths.setdefault(model, {})
     if name not in known:
-        with quick_starts(), open_engine(model, enable_prefix_caching=False) as engine:
+        with open_engine(model, enable_prefix_caching=False) as engine:
             for each in dict.fromkeys((name, *names)):
                 known[each] = tokens_of(generate(engine, prompts_of(each)))
     return known[name]
@@ -71,34 +68,6 @@ def connector(policy: str = "recompute", **settings: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def quick_starts() -> Iterator[None]:
-    """Engines opened inside start and end in a third of the time.
-
-    VLLM collects garbage eight times an engine, 0.3 s each over all that was imported; and for each
-    it goes through all modules to put its own kernels in the place of Triton's, where they are.
-    """
-    from vllm.platforms.cpu import CpuPlatform
-
-    register = CpuPlatform.register_triton_kernel_overrides
-
-    def register_in_new_modules() -> None:
-        if len(sys.modules) > _known_modules[0]:
-            register()
-            _known_modules[0] = len(sys.modules)
-
-    gc.freeze()
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(gc, "freeze", lambda: None)
-            patch.setattr(gc, "unfreeze", lambda: None)
-            once = staticmethod(register_in_new_modules)
-            patch.setattr(CpuPlatform, "register_triton_kernel_overrides", once)
-            yield
-    finally:
-        gc.unfreeze()
-
-
-@contextmanager
 def open_connected(
     model: Path,
     *,
@@ -108,7 +77,7 @@ def open_connected(
 ) -> Iterator[Any]:
     """An engine with our connector. Its keyword arguments are the connector's settings."""
     config = connector(policy, **settings)
-    with quick_starts(), open_engine(model, kv_transfer_config=config, **options or {}) as engine:
+    with open_engine(model, kv_transfer_config=config, **options or {}) as engine:
         yield engine
 
 

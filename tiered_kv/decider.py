@@ -157,9 +157,11 @@ class Decider:
             gate = replace(gate, load_s_per_page=self._load_s)
             count, why_cut = gate.cut(index.sources(pages))
             pages = pages[:count]
-        host = index.by_name[HOST]
-        ready = _leading(pages, lambda page: any(tier.is_resident(page) for tier in index.tiers))
-        return Hit(len(pages), ready, _leading(pages[:ready], host.is_resident), why_cut)
+        on_host = _leading(pages, index.by_name[HOST].is_resident)
+        ready = on_host + _leading(
+            pages[on_host:], lambda page: any(tier.is_resident(page) for tier in index.tiers)
+        )
+        return Hit(len(pages), ready, on_host, why_cut)
 
     def why_missing(self, key: PageKey) -> str:
         """Why a page is not stored: one of `MISS_REASONS`."""

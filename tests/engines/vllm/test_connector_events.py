@@ -6,7 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from connector_rig import PAGES, core_of, drop_from_host, open_connected, prompts_of
+from connector_rig import (
+    PAGES,
+    core_of,
+    drop_from_host,
+    open_connected,
+    prompts_of,
+    scheduler_side,
+)
 from engine_rig import BLOCK_TOKENS, generate, reset_apc, settle
 from vllm.config.kv_events import KVEventsConfig
 from vllm.distributed.kv_events import (
@@ -16,6 +23,8 @@ from vllm.distributed.kv_events import (
     BlockRemoved,
     BlockStored,
 )
+
+from tiered_kv.carrier import Carrier
 
 
 class Listener:
@@ -97,3 +106,26 @@ def test_hashes_are_those_of_vllms_own_events(qwen3: Path, monkeypatch: pytest.M
         generate(engine, prompts_of("events"))
         settle(engine)
         assert listener.blocks[MEDIUM_CPU] == own != set()
+
+
+def test_tokens_that_are_taken_back_while_their_page_is_stored(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A session that is given more input does so: of that page nothing is said."""
+    (prompt, *_) = prompts_of("events")
+    events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    with open_connected(qwen3, options={"kv_events_config": events}) as engine:
+        listener = Listener(engine, monkeypatch)
+        generate(engine, [[5] * 10])  # until then the store is not there
+        with monkeypatch.context() as patch:
+            patch.setattr(Carrier, "report", lambda carrier: None)  # the put has not ended
+            generate(engine, [prompt])
+            (put,) = scheduler_side(engine)._puts.values()
+            assert (put.first, put.end) == (0, 9)
+            request = put.tracked.request
+            del request._all_token_ids[8 * BLOCK_TOKENS + 5 :]
+            del request.block_hashes[8:]
+        settle(engine)
+        stored = [tuple(prompt[at : at + BLOCK_TOKENS]) for at in range(0, 256, BLOCK_TOKENS)]
+        assert sorted(listener.tokens.values()) == sorted(stored)
+        assert listener.blocks[MEDIUM_CPU] == listener.tokens.keys()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,13 @@ from connector_rig import (
     decider_of,
     open_connected,
     prompts_of,
-    quick_starts,
     stats_of,
     truth_of,
     two_batches_in_flight,
 )
 from engine_rig import (
     BLOCK_TOKENS,
+    ModelKind,
     counter,
     external_hits,
     generate,
@@ -40,32 +41,42 @@ TIGHT: dict[str, Any] = {"kv_bytes": 3 << 20, "max_model_len": 512}
 """64 blocks, where the crowd needs 16 x 9 and four that all share."""
 
 
-@pytest.fixture(scope="module")
-def crowd_truth(qwen3: Path) -> Tokens:
-    with quick_starts(), open_engine(qwen3, enable_prefix_caching=False) as engine:
-        return tokens_of(generate(engine, CROWD, CROWD_TOKENS))
-
-
 def used_on_disk(directory: Path) -> int:
     return sum(path.lstat().st_blocks * 512 for path in directory.rglob("*"))
 
 
+_crowd_truths: dict[ModelKind, Tokens] = {}
+
+
+def crowd_truth(kind: ModelKind, model: Path) -> Tokens:
+    if kind not in _crowd_truths:
+        with open_engine(model, enable_prefix_caching=False) as engine:
+            _crowd_truths[kind] = tokens_of(generate(engine, CROWD, CROWD_TOKENS))
+    return _crowd_truths[kind]
+
+
 @pytest.mark.parametrize("is_pipelined", [False, True], ids=["one-batch", "two-in-flight"])
+@pytest.mark.parametrize("kind", ["qwen3", "sliding"])
 def test_a_crowd_in_tight_tiers_gets_the_right_tokens_round_after_round(
-    is_pipelined: bool, qwen3: Path, crowd_truth: Tokens, tmp_path: Path
+    kind: ModelKind,
+    is_pipelined: bool,
+    model_of: Callable[..., Path],
+    tmp_path: Path,
 ) -> None:
     """Rows 3, 21 and 34: 16 requests that share a prefix, three times, where nothing has room: not
     vLLM's cache, which preempts requests, nor host, nor disk.
     """
+    model = model_of(kind)
+    truth = crowd_truth(kind, model)
     with (
         two_batches_in_flight(is_pipelined),
         open_connected(
-            qwen3, host="2MiB", disk=str(tmp_path), disk_size="8MiB", options=TIGHT
+            model, host="2MiB", disk=str(tmp_path), disk_size="8MiB", options=TIGHT
         ) as engine,
     ):
         for _ in range(3):
             answers = tokens_of(generate(engine, CROWD, CROWD_TOKENS))
-            assert [at for at in range(16) if answers[at] != crowd_truth[at]] == []
+            assert [at for at in range(16) if answers[at] != truth[at]] == []
             assert used_on_disk(tmp_path) <= 8 << 20
             reset_apc(engine)
         assert counter(engine, "vllm:num_preemptions") > 0
@@ -127,3 +138,15 @@ def test_no_more_and_no_less_is_loaded_than_allowed(qwen3: Path) -> None:
         generate(engine, prompts[2:3])
         check_quiet(engine)
         assert stats_of(engine).why_miss["below_threshold"] == 3
+
+
+@pytest.mark.parametrize("store", ["all", "prompt"])
+def test_answers_are_stored_or_not(store: Any, qwen3: Path) -> None:
+    prompt = prompts_of("prompt")[0]
+    with open_connected(qwen3, store=store) as engine:
+        (answer,) = generate(engine, [prompt], max_tokens=3 * BLOCK_TOKENS)
+        reset_apc(engine)
+        (second,) = generate(engine, [[*prompt, *answer.tokens, *range(3, 40)]])
+        computed = len(prompt) + (len(answer.tokens) - 1 if store == "all" else 0)
+        assert second.cached_tokens == computed // BLOCK_TOKENS * BLOCK_TOKENS
+        check_quiet(engine)

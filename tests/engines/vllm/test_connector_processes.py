@@ -14,7 +14,6 @@ from connector_rig import (
     decider_of,
     open_connected,
     prompts_of,
-    quick_starts,
     stats_of,
     truth_of,
 )
@@ -45,31 +44,27 @@ def break_next_copy_on_rank_1(worker: Any) -> None:
 
 def test_two_ranks_carry_out_one_plan_each_on_its_share(qwen3: Path, tmp_path: Path) -> None:
     """Row 32: a page counts when both have it; a load that fails on one has failed."""
-    expected = {name: truth_of(qwen3, name, NAMES) for name in NAMES}
+    expected = {name: truth_of(qwen3, name, NAMES) for name in ("ranks", "one-fails")}
     store: dict[str, Any] = {"disk": str(tmp_path), "disk_size": "64MiB"}
     options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     with open_connected(qwen3, options=options, **store) as engine:
-        prompts = prompts_of("ranks")
-        assert tokens_of(generate(engine, prompts)) == expected["ranks"]
-        reset_apc(engine)
-        answers = generate(engine, prompts)
-        assert tokens_of(answers) == expected["ranks"]
-        assert cached(answers) == [PAGE_TOKENS] * 4
+
+        def ask(name: str) -> list[int]:
+            """Cached tokens; a few steps are enough, three processes share few cores here."""
+            reset_apc(engine)
+            answers = generate(engine, prompts_of(name), max_tokens=4)
+            assert tokens_of(answers) == [tokens[:4] for tokens in expected[name]]
+            return cached(answers)
+
+        ask("ranks")
+        assert ask("ranks") == [PAGE_TOKENS] * 4
         assert external_hits(engine)[1] > 0
-        settle(engine)
-        assert decider_of(engine).check() == []
-        prompts = prompts_of("one-fails")
-        generate(engine, prompts)
-        reset_apc(engine)
+        ask("one-fails")
         engine.collective_rpc(break_next_copy_on_rank_1)
-        assert tokens_of(generate(engine, prompts)) == expected["one-fails"]
+        ask("one-fails")
+        assert ask("one-fails") == [PAGE_TOKENS] * 4
         settle(engine)
         assert stats_of(engine).why_miss["failed"] > 0
-        reset_apc(engine)
-        answers = generate(engine, prompts)
-        assert tokens_of(answers) == expected["one-fails"]
-        assert cached(answers) == [PAGE_TOKENS] * 4
-        settle(engine)
         assert decider_of(engine).check() == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank0", "rank1"]
 
@@ -112,7 +107,7 @@ def test_beside_another_connector(is_first: bool, qwen3: Path, tmp_path: Path) -
         "kv_connector_extra_config": {"connectors": [ours, theirs] if is_first else [theirs, ours]},
         "kv_load_failure_policy": "recompute",
     }
-    with quick_starts(), open_engine(qwen3, kv_transfer_config=config) as engine:
+    with open_engine(qwen3, kv_transfer_config=config) as engine:
         assert tokens_of(generate(engine, prompts)) == expected
         reset_apc(engine)
         answers = generate(engine, prompts)

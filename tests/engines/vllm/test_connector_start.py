@@ -72,6 +72,12 @@ def test_a_directory_that_cannot_be_one(qwen3: Path, tmp_path: Path) -> None:
     assert str(path) in str(error)
 
 
+def test_a_directory_where_nothing_may_be_made(qwen3: Path) -> None:
+    error = refusal(qwen3, disk="/proc/tiered-kv", disk_size="64MiB")
+    assert isinstance(error, ConfigError)
+    assert "/proc/tiered-kv" in str(error)
+
+
 def test_a_directory_that_another_engine_uses(qwen3: Path, tmp_path: Path) -> None:
     tier = DiskTier.open(tmp_path / "rank0", 49152, 64 << 20, "somebody")
     try:

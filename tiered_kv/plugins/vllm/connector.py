@@ -231,8 +231,8 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """The step's order."""
-        is_idle = scheduler_output.total_num_scheduled_tokens == 0
-        return StepOrder(self.scheduler.build(scheduler_output), is_idle)
+        runs = scheduler_output.total_num_scheduled_tokens > 0 or self.scheduler.has_running
+        return StepOrder(self.scheduler.build(scheduler_output), is_idle=not runs)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """The ranks' report."""

@@ -17,7 +17,7 @@ class StepOrder(KVConnectorMetadata):
     """Down, in every step.
 
     Attributes:
-        is_idle: no request runs in this step: they wait for loads, or stores are still under way.
+        is_idle: no request runs: they wait for loads, or stores are still under way.
     """
 
     order: Order

@@ -144,12 +144,15 @@ class SchedulerSide:
         tracked.why_computed = "failed"
         if not tracked.may_load:
             return 0, False
+        deadline_s = self._settings.prefetch_deadline_s
+        if tracked.fetch is not Fetch.NONE and not tracked.is_late(deadline_s):
+            return None, False
         keys = tracked.keys[first : self._loadable_end(tracked, first)]
         hit = self._decider.match(keys, self._gate)
         tracked.why_computed = hit.why_cut or "not_worth_loading"
         pages = hit.ready
         if self._must_wait(tracked, hit):
-            if not tracked.is_late(self._settings.prefetch_deadline_s):
+            if not tracked.is_late(deadline_s):
                 return None, False
             pages, tracked.why_computed = hit.on_host, "in_flight"
         tracked.is_awaited = not self._layerwise or pages > hit.on_host
@@ -213,37 +216,37 @@ class SchedulerSide:
                 self._tracked[request_id].restart()
         fences = {put for block in self._taken for put in self._readers.get(block, ())}
         self._taken = set()
-        tables = scheduled.kv_connector_block_state
         for request_id, tokens in scheduled.num_scheduled_tokens.items():
             tracked = self._tracked.get(request_id)
-            table = tables.get_block_ids(request_id) if tables is not None else None
-            if tracked is None or table is None:
-                continue
-            tracked.is_loading = False
-            end = self._storable_pages(tracked, table, computed[request_id] + tokens)
-            if tracked.may_put and end > tracked.next_try:
-                self._put(tracked, table, end)
+            if tracked is not None:
+                tracked.is_loading = False
+                end = self._storable_pages(tracked, computed[request_id] + tokens)
+                if tracked.may_put and end > tracked.next_try:  # only now: a table costs time
+                    table = scheduled.kv_connector_block_state.get_block_ids(request_id)
+                    self._put(tracked, table, end)
         order = self._decider.order(fences)
         if order.jobs:
             self._busy_until = time.monotonic() + self._settings.load_deadline_s
         return order
 
-    def _storable_pages(self, tracked: Tracked, table: BlockIds, computed_tokens: int) -> int:
+    def _storable_pages(self, tracked: Tracked, computed_tokens: int) -> int:
         """Leading pages of which all tokens are known and computed."""
         tracked.extend()
         request = tracked.request
         if self._settings.store == "prompt":
             computed_tokens = min(computed_tokens, request.num_prompt_tokens)
-        pages: int = min(computed_tokens // self._tokens, len(tracked.keys), min(map(len, table)))
-        return pages
+        return min(computed_tokens // self._tokens, len(tracked.keys))
 
     def _put(self, tracked: Tracked, table: BlockIds, end: int) -> None:
         """Give the store the pages before `end` that it has not taken yet."""
-        first = tracked.next_put
+        first, end = tracked.next_put, min(end, *map(len, table))
         for page in range(end - 1, first - 1, -1):  # blocks that have left a sliding window
             if any(group[page] == 0 for group in table):
                 first = page + 1
                 break
+        if first >= end:
+            tracked.given(first, first, 0)
+            return
         slots = [self._slot(table, page) for page in range(first, end)]
         owner = tracked.request.request_id
         job, not_stored = self._need_decider().put(tracked.chain(first, end), slots, owner)
@@ -252,21 +255,18 @@ class SchedulerSide:
             return
         stored = {move.source_slot for move in job.plan.store}
         read = [page for page, slot in enumerate(slots, first) if slot in stored]
-        blocks = frozenset(
-            self._block(g, ids[page]) for g, ids in enumerate(table) for page in read
-        )
+        blocks = frozenset(group[page] for group in table for page in read)
         self._puts[job.id] = _Stretch(tracked, first, end, blocks)
         for block in blocks:
             self._readers.setdefault(block, set()).add(job.id)
 
-    def _block(self, group: int, block_id: int) -> int:
-        number: int = group * self._blocks + block_id
-        return number
-
     def _take_blocks(self, table: BlockIds, first: int) -> None:
-        """The engine will overwrite these blocks: who still reads them must be through."""
-        for group, ids in enumerate(table):
-            self._taken.update(self._block(group, block) for block in ids[first:])
+        """The engine will overwrite these blocks: who still reads them must be through.
+
+        All groups have their blocks from one pool: what one gives back, another may get.
+        """
+        for group in table:
+            self._taken.update(group[first:])
 
     def _start_fetches(self, decider: Decider) -> None:
         """Begin prefetches, as long as what they bring is sure to be used before it must leave."""
@@ -359,9 +359,15 @@ class SchedulerSide:
         if request.status == RequestStatus.FINISHED_ERROR or tracked.is_loading or not block_ids:
             return
         computed = min(request.num_computed_tokens, request.num_tokens - 1)
-        end = self._storable_pages(tracked, block_ids, computed)
+        end = self._storable_pages(tracked, computed)
         if tracked.may_put and end > tracked.next_put:
             self._put(tracked, block_ids, end)
+
+    @property
+    def has_running(self) -> bool:
+        """Whether a request runs, in this step or, with several batches in flight, in another."""
+        requests = (tracked.request for tracked in self._tracked.values())
+        return any(request.status == RequestStatus.RUNNING for request in requests)
 
     @property
     def is_busy(self) -> bool:
@@ -397,6 +403,7 @@ class SchedulerSide:
         if self._events is None:
             return
         tracked, request = stretch.tracked, stretch.tracked.request
+        tracked.extend()
         for tier in (HOST, DISK):
             new = [
                 page
@@ -407,11 +414,9 @@ class SchedulerSide:
                 del self._changes[tier, tracked.keys[page]]
             for first, end in _runs(new):
                 self._events.stored(
-                    dict(
-                        zip(tracked.keys[first:end], request.block_hashes[first:end], strict=True)
-                    ),
+                    dict(zip(tracked.keys[first:end], tracked.hashes[first:end], strict=True)),
                     tier,
-                    parent=request.block_hashes[first - 1] if first else None,
+                    parent=tracked.hashes[first - 1] if first else None,
                     token_ids=request.all_token_ids[first * self._tokens : end * self._tokens],
                     lora_request=request.lora_request,
                 )
