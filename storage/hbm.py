@@ -6,7 +6,7 @@ bytes]``. On a machine without CUDA the pool is host memory, and everything else
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 
 import torch
@@ -21,8 +21,10 @@ from tiered_kv.storage.base import (
     PooledTier,
     check_batch,
 )
+from tiered_kv.storage.second_thread import SecondThread
 from tiered_kv.storage.slab import Slab
 
+_HALF_BYTES = 1 << 20
 _STEP_BYTES = 1 << 20  # of one page: below that, calls cost more than an earlier layer gives
 
 
@@ -56,6 +58,8 @@ class HbmTier(PooledTier):
         self.runs = _cut_into_runs(pool, layout.layer_page_bytes, pages)
         self.layers: list[torch.Tensor] = [layer for run in self.runs for layer in run.pool]
         self.layer_steps = layer_steps(layout.layer_page_bytes, self.device)
+        on_cpu = self.device.type == "cpu"
+        self._second = SecondThread() if on_cpu else None
 
     def _allocate(self, n_bytes: int) -> torch.Tensor:
         if self.device.type == "cpu":
@@ -82,12 +86,20 @@ class HbmTier(PooledTier):
         On a GPU it only enqueues the copies on the current stream: the pages must stay until it is
         through.
         """
-        scatter_pages(self.runs, slots, pages, first, last)
+
+        def scatter(low: int, high: int) -> None:
+            scatter_pages(self.runs, slots[low:high], pages[low:high], first, last)
+
+        self._both_halves(len(slots), scatter)
 
     def read(self, slots: Sequence[int], into: Sequence[PageBuffer]) -> list[TieredKVError | None]:
         """Gather slots into host pages; returns when the bytes are there."""
         check_batch(slots, into, self.page_bytes)
-        gather_pages(self.runs, slots, into)
+
+        def gather(low: int, high: int) -> None:
+            gather_pages(self.runs, slots[low:high], into[low:high])
+
+        self._both_halves(len(slots), gather)
         self._synchronize()
         return [None] * len(slots)
 
@@ -96,6 +108,13 @@ class HbmTier(PooledTier):
         for run in self.runs:
             for source, target in zip(sources, targets, strict=True):
                 run.pool[:, target].copy_(run.pool[:, source], non_blocking=True)
+
+    def _both_halves(self, pages: int, copy: Callable[[int, int], None]) -> None:
+        """Copy pages [0, pages); on a CPU with two threads if there is enough to copy."""
+        if self._second is None or pages // 2 * self.page_bytes < _HALF_BYTES:
+            copy(0, pages)
+        else:
+            self._second.both_halves(pages, copy)
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -108,6 +127,8 @@ class HbmTier(PooledTier):
     def close(self) -> None:
         self.runs = []
         self.layers = []
+        if self._second is not None:
+            self._second.close()
         if self._slab is not None:
             self._slab.close()
 

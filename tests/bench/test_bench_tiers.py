@@ -360,11 +360,13 @@ def test_a_pinned_copy_moves_as_many_bytes_as_it_is_asked_for() -> None:
 def test_a_set_is_whole_pages_in_whole_transfers(
     page_bytes: int, set_bytes: int, smoke: bool
 ) -> None:
-    settings = TiersSettings(smoke=smoke)
+    settings = TiersSettings(smoke=smoke, transfer_bytes=ByteSize(8 << 20))
     amounts = amounts_of(settings, page_bytes, set_bytes)
     full, single = amounts.full, amounts.single
     assert full.pages * page_bytes <= max(set_bytes, page_bytes)
     assert full.transfer_pages * page_bytes <= max(8 << 20, page_bytes)
+    whole = amounts_of(TiersSettings(), page_bytes, min(set_bytes, 64 << 20)).full
+    assert (whole.transfers, whole.pages >= full.pages or set_bytes > 64 << 20) == (1, True)
     assert (single.transfers, single.pages <= full.transfer_pages) == (1, True)
     assert amounts.singles >= LEAST_P99 or smoke
 

@@ -9,9 +9,6 @@ from tiered_kv.bench.settings import TiersSettings
 from tiered_kv.bench.statistics import LEAST_P99
 from tiered_kv.storage.slab import align_up
 
-TRANSFER_BYTES = 8 << 20
-"""What one put or get of a rate moves: a set is several of these, in flight together."""
-
 SINGLE_BYTES = 1 << 20
 """What one put or get of a latency moves (at least one page)."""
 
@@ -37,7 +34,9 @@ def set_bytes_of(settings: TiersSettings) -> int:
 
 def transfer_bytes_of(settings: TiersSettings) -> int:
     """Bytes of one of the transfers that a sample consists of."""
-    return _SMOKE_TRANSFER_BYTES if settings.smoke else TRANSFER_BYTES
+    if settings.smoke and "transfer_bytes" not in settings.model_fields_set:
+        return _SMOKE_TRANSFER_BYTES
+    return min(int(settings.transfer_bytes), set_bytes_of(settings))
 
 
 def amounts_of(settings: TiersSettings, page_bytes: int, set_bytes: int) -> Amounts:

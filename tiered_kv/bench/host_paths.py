@@ -130,7 +130,10 @@ class HostMixed(_HostWay):
 
 
 def _half(load: Load) -> Load:
-    return Load(max(1, load.transfers // 2), load.transfer_pages)
+    """What goes each way: of one transfer half of its pages, at least one."""
+    if load.transfers > 1:
+        return Load(load.transfers // 2, load.transfer_pages)
+    return Load(1, max(1, load.transfer_pages // 2))
 
 
 HOST_WAYS = {way.path: way for way in (HostPut, HostGet, HostMixed)}

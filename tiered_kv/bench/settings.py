@@ -68,6 +68,11 @@ class TiersSettings(BenchSettings):
     set_bytes: Size = Field(
         default=ByteSize(64 << 20), description="bytes moved in one sample (at least one page)"
     )
+    transfer_bytes: Size = Field(
+        default=ByteSize(64 << 20),
+        description="bytes that one put or get of a sample moves; where it needs several they are "
+        "in flight together",
+    )
     repeats: int = Field(default=15, ge=1, description="samples of every rate")
     device: str = Field(default="auto", description="where the hbm tier lives: auto, cpu, cuda:N")
     paths: Annotated[tuple[PathName, ...], NoDecode, BeforeValidator(split)] = Field(
@@ -111,6 +116,11 @@ class BreakEvenSettings(BenchSettings):
     )
     set_bytes: Size = Field(
         default=ByteSize(64 << 20), description="bytes moved in one sample (at least one page)"
+    )
+    transfer_bytes: Size = Field(
+        default=ByteSize(64 << 20),
+        description="bytes that one put or get of a sample moves; where it needs several they are "
+        "in flight together",
     )
     repeats: int = Field(default=15, ge=1, description="samples of every rate")
     device: str = Field(default="auto", description="where the hbm tier lives: auto, cpu, cuda:N")

@@ -14,7 +14,6 @@ import torch
 
 from tiered_kv.bench.amounts import (
     SINGLE_BYTES,
-    TRANSFER_BYTES,
     amounts_of,
     needed_bytes,
     needed_memory_bytes,
@@ -54,7 +53,8 @@ from tiered_kv.bench.workspace import refuse_too_much_memory, workspace
 from tiered_kv.errors import ConfigError, TieredKVError, TierIOError
 from tiered_kv.store import resolve_device
 
-_LEAST_SET_BYTES = 2 * TRANSFER_BYTES
+_TRIED_BYTES = 8 << 20  # written to see how fast the disk is
+_LEAST_SET_BYTES = 2 * _TRIED_BYTES
 _SET_S = 0.35  # a set takes no longer on disk: a slow one is given smaller sets
 _STEADY_SETS = 2  # written over the oldest before steady is called so
 _SOFTWARE_REPEATS = 40
@@ -320,7 +320,7 @@ class TiersBench:
         if self.settings.smoke or "set_bytes" in self.settings.model_fields_set:
             return
         probe = RawDisk(
-            self.folder, TRANSFER_BYTES, 2, 1 << 20, read_threads=1, is_direct=self.is_direct
+            self.folder, _TRIED_BYTES, 2, 1 << 20, read_threads=1, is_direct=self.is_direct
         )
         try:
             started = time.perf_counter()
@@ -328,7 +328,7 @@ class TiersBench:
             taken = time.perf_counter() - started
         finally:
             probe.close()
-        fitting = int(_SET_S / taken * 2) * TRANSFER_BYTES
+        fitting = int(_SET_S / taken * 2) * _TRIED_BYTES
         if fitting < self.set_bytes:
             self.set_bytes = max(_LEAST_SET_BYTES, fitting)
             self.notes.append(
@@ -347,8 +347,8 @@ class TiersBench:
             size_text(size) for size in (transfer_bytes_of(self.settings), SINGLE_BYTES)
         )
         notes.append(
-            f"a rate moves {size_text(self.set_bytes)} (at least one page) as transfers of "
-            f"{transfer} that are in flight together; a latency is of one transfer of {single} "
+            f"a rate moves {size_text(self.set_bytes)} (at least one page) by puts or gets of "
+            f"{transfer}, in flight together if there are several; a latency is of one of {single} "
             "alone, at least one page and at most one of those"
         )
         if any(row["path"].startswith("disk") for row in self.rows):

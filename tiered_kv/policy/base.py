@@ -134,10 +134,13 @@ class LeafFirst(Policy):
         popped: list[int] = []
         seen: set[int] = set()  # a page whose hint changed stands in the heap twice
         extra: list[int] = []  # parents that became leaves in this call; in no heap yet
+        following = -1  # such a parent that comes before all others: mostly the next to go
         heap, resident, known = self._heap, self._resident, len(self._resident)
         parent_of, child_count, rank = self._tree.parent, self._tree.child_count, self.rank
-        while len(chosen) < n and (heap or extra):
-            if extra and (not heap or extra[0] < heap[0]):
+        while len(chosen) < n and (heap or extra or following >= 0):
+            if following >= 0:
+                page, following = following, -1
+            elif extra and (not heap or extra[0] < heap[0]):
                 page = heapq.heappop(extra) & _PAGE
             else:
                 entry = heapq.heappop(heap)
@@ -158,7 +161,11 @@ class LeafFirst(Policy):
             if 0 <= parent < known and resident[parent]:
                 gone, children = taken.get(parent, 0) + 1, child_count(parent)
                 if children == gone:
-                    heapq.heappush(extra, rank(parent) << 32 | parent)
+                    entry = rank(parent) << 32 | parent
+                    if (not heap or entry < heap[0]) and (not extra or entry < extra[0]):
+                        following = parent
+                    else:
+                        heapq.heappush(extra, entry)
                 else:
                     taken[parent] = gone
         for entry in popped:
