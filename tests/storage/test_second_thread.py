@@ -13,7 +13,10 @@ from tiered_kv.storage.second_thread import SecondThread
 
 
 @pytest.fixture
-def second() -> Iterator[SecondThread]:
+def second(monkeypatch: pytest.MonkeyPatch) -> Iterator[SecondThread]:
+    """On a machine with nothing else to do, of two cores or more."""
+    monkeypatch.setattr(second_thread, "_runnable_threads", lambda: 1)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
     made = SecondThread()
     yield made
     made.close()
@@ -44,6 +47,27 @@ def test_a_half_that_breaks_is_raised_when_the_other_has_ended(
     with pytest.raises(ValueError, match=f"page {broken}"):
         second.both_halves(8, copy)
     assert len(ended) == 1
+
+
+@pytest.mark.parametrize(("runnable", "cores", "threads"), [(1, 2, 2), (2, 2, 1), (1, 1, 1)])
+def test_it_takes_no_core_from_who_computes(
+    second: SecondThread,
+    monkeypatch: pytest.MonkeyPatch,
+    runnable: int,
+    cores: int,
+    threads: int,
+) -> None:
+    """Half of a copy on the core of a matmul took a fifth of its rate (2 cores, 1 GB/s)."""
+    monkeypatch.setattr(second_thread, "_runnable_threads", lambda: runnable)
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    done: list[tuple[int, int]] = []
+    second.both_halves(6, lambda first, last: done.append((first, last)))
+    assert sorted(done) == ([(0, 6)] if threads == 1 else [(0, 3), (3, 6)])
+
+
+def test_how_many_threads_run_is_asked_of_the_kernel_where_it_says_so() -> None:
+    runnable = second_thread._runnable_threads()
+    assert runnable >= 1 if os.path.exists("/proc/loadavg") else runnable == 0
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux tells and sets the core")
