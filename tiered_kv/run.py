@@ -119,9 +119,8 @@ class Run:
             *on_hbm,
             *self._write_jobs(plan.write, WRITE_BATCH_BYTES),
         ]
-        binding = self._announce(plan.bind, bound)
         announced = [self._announce(_in_motion(job.batch), job.done) for job in jobs]
-        self._bind(binding, bound)
+        self._bind(bound)
         for job, arriving in zip(jobs, announced, strict=True):
             self._submit(job, arriving)
         when_all([job.done for job in on_hbm], self.hbm_done.fire)
@@ -262,16 +261,18 @@ class Run:
 
     # -- the moves ---------------------------------------------------------------------------------
 
-    def _bind(self, arriving: Sequence[Move], bound: Event) -> None:
+    def _bind(self, bound: Event) -> None:
         """Once the caller has written its pages they count; till then spare slots are not free."""
-        batch = self._plan.bind
-        if batch or self._plan.spare_slots:
-            self._mover.after(
+        mover, batch = self._mover, self._plan.bind
+        if self._ready or self._device_event is not None:
+            arriving = self._announce(batch, bound)
+            mover.after(
                 self._ready,
                 self._device_event,
                 lambda: self._publish(batch, arriving, batch, bound),
             )
-        else:
+        else:  # now, and nobody can have begun to wait: 1 us a page less
+            mover.books.arrived_all(mover.books.arriving(batch))
             bound.fire()
 
     def _write_jobs(self, moves: Sequence[Move], batch_bytes: int) -> list[Job]:
