@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ from known_models import LLAMA_8B, MISTRAL_7B
 
 from tiered_kv.bench import break_even
 from tiered_kv.bench.break_even import LoadCost, break_even_pages, load_cost
-from tiered_kv.bench.report import BenchReport
-from tiered_kv.bench.settings import BreakEvenSettings
+from tiered_kv.bench.report import BenchReport, machine
+from tiered_kv.bench.settings import BreakEvenSettings, Show, TiersSettings
 from tiered_kv.cli import main
 from tiered_kv.config import StoreConfig
 from tiered_kv.errors import ConfigError
@@ -182,6 +183,44 @@ def test_rates_are_measured_where_no_file_names_them(model: Path, tmp_path: Path
     assert report.checksum["verified"] > 0
     assert report.is_passed
     assert not list(folder.iterdir())
+
+
+def test_rates_are_measured_with_the_amounts_that_were_asked_for(
+    model: Path, rates: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tiered_kv.bench import tiers
+
+    seen: list[TiersSettings] = []
+
+    def measure(settings: TiersSettings, show: Show) -> BenchReport:
+        seen.append(settings)
+        return replace(BenchReport.from_json(rates), machine=machine())
+
+    monkeypatch.setattr(tiers, "measure", measure)
+    amounts = {"set_bytes": 4 * MIB, "transfer_bytes": MIB, "repeats": 7, "device": "cpu"}
+    asked = {"model": str(model), "prefill_tokens_per_s": 100, **amounts}
+    break_even.measure(BreakEvenSettings.model_validate(asked), nothing)
+    assert seen[0].model_dump(include=set(amounts)) == amounts
+
+
+def test_what_was_wrong_with_rates_is_said_and_nothing_else_of_their_pages(
+    model: Path, rates: Path
+) -> None:
+    bad = replace(
+        BenchReport.from_json(rates), checksum={"verified": 9, "failed": 2}, failures=["not cold"]
+    )
+    bad.write(rates)
+    settings = BreakEvenSettings(model=str(model), rates=rates, prefill_tokens_per_s=100)
+    report = break_even.measure(settings, nothing)
+    assert report.checksum == {"verified": 0, "failed": 0}
+    assert report.failures == [
+        f"--rates {rates}: {one}" for one in ("2 pages were wrong", "not cold")
+    ]
+
+
+def test_a_latency_that_is_no_number_counts_as_none() -> None:
+    bad = rate("host-get", MIB, 1e9, p50_s="fast", latency_bytes=MIB)
+    assert load_cost([bad], MIB).latency_s == 0
 
 
 def test_a_bench_without_a_model_or_a_rate_says_what_is_missing(

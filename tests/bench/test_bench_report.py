@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from tiered_kv.bench.report import (
     finished,
     load_note,
     machine,
+    refuse_bad_target,
     row_id,
     write_whole,
 )
@@ -83,6 +86,34 @@ def test_a_target_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be written"):
         write_whole(tmp_path / "taken", "x")
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+@pytest.mark.parametrize("name", ["pipe", "folder", "no/such", "loop"])
+def test_what_is_no_file_is_not_replaced_by_one(tmp_path: Path, name: str) -> None:
+    """A pipe, as a device such as /dev/null would be."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "loop").symlink_to("loop")
+    for write in (refuse_bad_target, report(row()).write):
+        with pytest.raises(ConfigError, match=f"{name}: cannot be written"):
+            write(tmp_path / name)
+    assert (tmp_path / "pipe").is_fifo() and (tmp_path / "loop").is_symlink()
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_link_stays_a_link_and_asking_writes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("kept.json")
+    refuse_bad_target(tmp_path / "link")
+    assert not (tmp_path / "kept.json").exists()
+    report(row()).write(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert BenchReport.from_json(tmp_path / "kept.json") == report(row())
+
+
+def test_checksums_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "f.json").write_text(json.dumps(report().to_json() | {"checksum": {}}))
+    with pytest.raises(ConfigError, match="checksum is missing or bad"):
+        BenchReport.from_json(tmp_path / "f.json")
 
 
 def test_a_report_passes_unless_something_was_wrong() -> None:
@@ -170,3 +201,22 @@ def test_figures_that_were_not_measured_are_not_compared() -> None:
         0.1,
     )
     assert found.compared == 0
+
+
+def test_a_load_that_has_ceased_to_pay_is_worse_than_one_that_paid_late() -> None:
+    was, never = row(break_even_tokens=64), row(break_even_tokens=None)
+    (worse,) = compare(report(never), report(was), 0.5).regressions
+    assert worse.metric == "break_even_tokens" and worse.now == math.inf
+    assert compare(report(was), report(never), 0.5).regressions == []
+    assert compare(report(never), report(never), 0.5).regressions == []
+
+
+def test_what_the_machine_does_alone_is_not_compared() -> None:
+    fast, slow = (row("memcpy-large", bytes_per_s=rate) for rate in (9e9, 1e9))
+    found = compare(report(slow, row(ratio=0.9)), report(fast, row(ratio=0.9)), 0.1)
+    assert found.regressions == [] and found.compared == 1
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0, 0.0])
+def test_a_figure_nothing_can_be_compared_with_is_left_out(bad: float) -> None:
+    assert compare(report(row(ratio=0.9)), report(row(ratio=bad)), 0.1).compared == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -15,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from tiered_kv.bench import tiers
 from tiered_kv.bench.report import BenchReport
 from tiered_kv.bench.settings import Show, TiersSettings
+from tiered_kv.bench.tables import print_report
 from tiered_kv.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -204,6 +207,58 @@ def test_a_baseline_may_be_replaced_by_the_run_that_is_compared_with_it(
     assert BenchReport.from_json(kept).rows[0]["bytes_per_s"] == 4e9
 
 
+class Gone(io.StringIO):
+    """A stream that nobody reads any more, or whose disk is full."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__()
+        self.error = error
+
+    def write(self, text: str) -> int:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("stream", "error", "code"),
+    [
+        ("stdout", BrokenPipeError(), 130),
+        ("stdout", OSError(28, "No space left on device"), 2),
+        ("stderr", BrokenPipeError(), 130),
+    ],
+)
+def test_files_are_kept_where_nobody_reads_the_rest(
+    stream: str,
+    error: OSError,
+    code: int,
+    tmp_path: Path,
+    finds: object,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept = tmp_path / "kept.json"
+    monkeypatch.setattr(sys, "stderr", io.StringIO())  # the command closes it
+    monkeypatch.setattr(sys, stream, Gone(error))
+    assert bench("--json", "--save-baseline", str(kept)) == code
+    assert BenchReport.from_json(kept) == FOUND
+
+
+def test_a_run_without_stderr_prints_its_json(
+    finds: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    assert bench("--json") == 0
+    assert json.loads(capsys.readouterr().out) == FOUND.to_json()
+
+
+def test_a_narrow_terminal_cuts_no_figure_off() -> None:
+    said = Console(file=io.StringIO(), width=40)
+    print_report(FOUND, said)
+    assert isinstance(said.file, io.StringIO)
+    (line,) = [line for line in said.file.getvalue().splitlines() if line.startswith("host-put")]
+    for words in ("64 KiB", "5.00", "memcpy", "0.80..1.00", "1.3 ms", "0.200"):
+        assert words in line
+    assert said.width == 40
+
+
 # -- bad input -----------------------------------------------------------------------------------
 
 
@@ -214,7 +269,7 @@ def test_a_baseline_may_be_replaced_by_the_run_that_is_compared_with_it(
         (["tiers", "--page-byte", "1"], ["--page-byte", "did you mean --page-bytes?"]),
         (["tiers", "--page-bytes", "64KX"], ["--page-bytes", "64KX"]),
         (["tiers", "--page-bytes", "1000"], ["--page-bytes 1000", "multiple of 256"]),
-        (["tiers", "--page-bytes="], ["--page-bytes"]),
+        (["tiers", "--page-bytes="], ["--page-bytes", "give at least one"]),
         (["tiers", "--set-bytes", "0"], ["--set-bytes 0", "greater than 0"]),
         (["tiers", "--repeats", "0"], ["--repeats 0", "greater than or equal to 1"]),
         (["tiers", "--paths", "host-putt"], ["--paths", "host-put"]),
@@ -227,6 +282,9 @@ def test_a_baseline_may_be_replaced_by_the_run_that_is_compared_with_it(
         (["tiers", "--compare", "/no/such"], ["/no/such", "No such file"]),
         (["tiers", "--save-baseline", "/no/such/f"], ["/no/such/f", "cannot be written"]),
         (["tiers", "--html", "/"], ["cannot be written"]),
+        (["tiers", "--html", "/dev/null"], ["/dev/null", "cannot be written"]),
+        (["tiers", "--html", "x", "--save-baseline", "./x"], ["--html x", "--save-baseline too"]),
+        (["index", "--pages", "999999999999"], ["--pages 999999999999", "there is room for"]),
         (["index", "--pages", "many"], ["--pages", "integer"]),
         (["break-even", "--prefill-tokens-per-s", "0"], ["--prefill-tokens-per-s 0"]),
     ],
@@ -268,6 +326,27 @@ def test_settings_come_from_the_environment_and_a_file_too(
     assert settings.page_bytes == (65536, 1 << 20) and settings.repeats == 7
     assert settings.paths == ("host-put", "host-get") and settings.directory == tmp_path
     assert "set_bytes" not in settings.model_fields_set
+
+
+@pytest.mark.parametrize(
+    ("line", "variable"),
+    [("page_bytes = 65536", "131072"), ('page_bytes = "64KiB"', '["128KiB"]')],
+)
+def test_a_single_size_may_be_a_number_and_a_list_may_be_json(
+    line: str, variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[TiersSettings] = []
+
+    def measure(settings: TiersSettings, show: Show) -> BenchReport:
+        seen.append(settings)
+        return FOUND
+
+    monkeypatch.setattr(tiers, "measure", measure)
+    (tmp_path / "b.toml").write_text(line)
+    assert bench("--config", str(tmp_path / "b.toml")) == 0
+    monkeypatch.setenv("TIERED_KV_PAGE_BYTES", variable)
+    assert bench() == 0
+    assert [settings.page_bytes for settings in seen] == [(64 << 10,), (128 << 10,)]
 
 
 def test_settings_of_a_benchmark_may_stay_in_the_environment_of_other_commands(

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from tiered_kv.bench.report import BenchReport, finished, machine
 from tiered_kv.bench.settings import BreakEvenSettings, PathName, Show, TiersSettings
@@ -24,7 +24,9 @@ from tiered_kv.plan import DISK, HBM, HOST
 
 _PATHS: dict[str, tuple[PathName, ...]] = {HOST: ("host-get",), DISK: ("disk-get-hbm",)}
 _PAGE_STEP = 256  # bytes: `bench tiers` measures multiples of this
-_SHARED = {"directory", "smoke", "set_bytes", "repeats", "device"}  # as `bench tiers` takes them
+_SHARED = {"directory", "smoke", "set_bytes", "transfer_bytes", "repeats", "device"}
+"""Settings that `bench tiers` has too."""
+
 _STEPS, _PREFILL_STEPS = 1000, 300  # of the progress that is shown
 _LEAST_SPREAD = 1.01  # page sizes nearer than this to a measured one count as measured
 
@@ -84,10 +86,19 @@ def measure(settings: BreakEvenSettings, show: Show) -> BenchReport:
         rows,
         notes=notes,
         samples=samples,
-        checksum=known.checksum,
-        failures=known.failures,
+        checksum=known.checksum if settings.rates is None else {"verified": 0, "failed": 0},
+        failures=_failures(known, settings.rates),
     )
     return finished(report)
+
+
+def _failures(known: BenchReport, source: Path | None) -> list[str]:
+    """What was wrong where the rates were measured: now, or when their file was made."""
+    if source is None:
+        return known.failures
+    wrong = known.checksum["failed"]
+    bad = [f"{wrong} pages were wrong"] if wrong else []
+    return [f"--rates {source}: {one}" for one in [*bad, *known.failures]]
 
 
 def _median(samples: Sequence[float]) -> float:
@@ -134,8 +145,11 @@ def _costs(
 
 
 def _is_sound(row: Mapping[str, Any]) -> bool:
-    wanted = (row.get("bytes_per_s"), row.get("page_bytes"))
-    return all(isinstance(one, int | float) and one > 0 for one in wanted)
+    return _is_positive(row.get("bytes_per_s")) and _is_positive(row.get("page_bytes"))
+
+
+def _is_positive(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and 0 < value < math.inf
 
 
 def load_cost(rows: Iterable[Mapping[str, Any]], page_bytes: int) -> LoadCost:
@@ -154,7 +168,7 @@ def load_cost(rows: Iterable[Mapping[str, Any]], page_bytes: int) -> LoadCost:
     smallest = by_size[sizes[0]]
     single_s, single_bytes = smallest.get("p50_s"), smallest.get("latency_bytes")
     latency_s = 0.0
-    if single_s and single_bytes:
+    if _is_positive(single_s) and _is_positive(single_bytes):
         latency_s = max(0.0, single_s - single_bytes / rates[0])
     return LoadCost(page_bytes / _rate_at(sizes, rates, page_bytes), latency_s)
 

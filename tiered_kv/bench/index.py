@@ -8,7 +8,6 @@ and openings are timed by the wall, in turn.
 from __future__ import annotations
 
 import math
-import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from tiered_kv.bench.deciding import EVICT_BATCH, Load, Samples, measure_apart
 from tiered_kv.bench.report import BenchReport, finished, machine, sample_name
 from tiered_kv.bench.settings import IndexSettings, Show
 from tiered_kv.bench.statistics import ci95, median, p99_or_none, percentile, ratio_ci95
-from tiered_kv.bench.workspace import workspace
+from tiered_kv.bench.workspace import available_memory_bytes, workspace
 from tiered_kv.errors import ConfigError
 
 GET_PAGES = 1000
@@ -75,11 +74,11 @@ def _sizes(settings: IndexSettings) -> list[int]:
         raise ConfigError(
             f"pages={min(sizes)}: give {LEAST_PAGES} or more, so that every tier holds some"
         )
-    ram_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if max(sizes) * _RAM_BYTES_A_PAGE > ram_bytes:
+    ram_bytes = available_memory_bytes()
+    if ram_bytes is not None and max(sizes) * _RAM_BYTES_A_PAGE > ram_bytes:
         raise ConfigError(
             f"pages={max(sizes)}: takes {_RAM_BYTES_A_PAGE} bytes of memory a page while it is "
-            f"made and measured; this machine has room for {ram_bytes // _RAM_BYTES_A_PAGE}"
+            f"made and measured; there is room for {ram_bytes // _RAM_BYTES_A_PAGE}"
         )
     if len(set(sizes)) < len(sizes):
         raise ConfigError(f"pages={','.join(map(str, sizes))}: a size is given twice")

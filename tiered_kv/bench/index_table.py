@@ -29,7 +29,8 @@ _METRICS = (
 def index_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Medians with n; growth is judged from the smallest size to the largest."""
     table = Table(box=None, pad_edge=False)
-    table.add_column(f"gets of {rows[-1]['get_pages']:,} pages")
+    gets = [f"{edge(row['get_pages'] for row in rows):,}" for edge in (min, max)]
+    table.add_column(f"gets of {'..'.join(dict.fromkeys(gets))} pages")
     for row in rows:
         table.add_column(f"{row['pages']:,} pages", justify="right")
     table.add_column("n", justify="right")

@@ -89,6 +89,8 @@ class BenchReport:
         wrong = [name for name, shape in shapes.items() if not isinstance(found.get(name), shape)]
         if wrong or not all(isinstance(row, dict) for row in found["rows"]):
             raise ConfigError(f"{path}: is not {what}: {(wrong or ['rows'])[0]} is missing or bad")
+        if not all(isinstance(found["checksum"].get(name), int) for name in ("verified", "failed")):
+            raise ConfigError(f"{path}: is not {what}: checksum is missing or bad")
         return cls(kind=found["kind"], **{name: found[name] for name in shapes})
 
     def write(self, path: Path) -> None:
@@ -116,20 +118,42 @@ def sample_name(row: Mapping[str, Any], metric: str) -> str:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old one or the new one.
+    """Write a file so that a reader sees the old one or the new one; a link stays a link.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: it cannot be written, or is no file: a device would be replaced by one.
     """
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    target, beside = _target(path)
     try:
         try:
             beside.write_text(text, encoding="utf-8")
-            os.replace(beside, path)
+            os.replace(beside, target)
         finally:
             beside.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def refuse_bad_target(path: Path) -> None:
+    """Raise ConfigError if `write_whole` could not write there; asked before minutes are spent."""
+    _, beside = _target(path)
+    try:
+        beside.touch()
+        beside.unlink()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def _target(path: Path) -> tuple[Path, Path]:
+    """The file itself, links followed, and one beside it that takes its place."""
+    try:
+        target = path.resolve()
+        is_bad = (target.exists() and not target.is_file()) or not target.parent.is_dir()
+    except (OSError, RuntimeError) as error:  # not to be looked at, or a link to itself
+        raise ConfigError(f"{path}: cannot be written: {error}") from error
+    if is_bad:
+        raise ConfigError(f"{path}: cannot be written: give a file in a directory that exists")
+    return target, target.with_name(f".{target.name}.{os.getpid()}")
 
 
 # -- the machine ---------------------------------------------------------------------------------

@@ -25,16 +25,23 @@ PathName = Literal[
     "software-put",
     "software-get",
 ]
+_NO_LIST = str.maketrans(dict.fromkeys("[],\"'", " "))
 PATHS: tuple[PathName, ...] = PathName.__args__  # type: ignore[attr-defined]
 
 
 def split(value: Any) -> Any:
-    """`1,2 3` and `["1,2", "3"]` as ["1", "2", "3"]: a list in a flag, a variable or a file."""
+    """`1,2 3`, `["1,2", "3"]` and 1 as lists: in a flag, a variable or a file."""
     if isinstance(value, str):
-        return value.strip("[]").replace(",", " ").split()
-    if isinstance(value, list | tuple):
-        return [part for one in value for part in (split(one) if isinstance(one, str) else [one])]
-    return value
+        parts: list[Any] = value.translate(_NO_LIST).split()
+    elif isinstance(value, list | tuple):
+        parts = []
+        for one in value:
+            parts += split(one) if isinstance(one, str) else [one]
+    else:
+        return [value]
+    if not parts:
+        raise ValueError("give at least one")
+    return parts
 
 
 class BenchSettings(BaseModel):
@@ -45,7 +52,7 @@ class BenchSettings(BaseModel):
     directory: Path | None = Field(
         default=None,
         description="where files are made, on the disk to measure; a folder of their own in it is "
-        "removed at the end (default: the current directory)",
+        "removed at the end; none: the current directory",
     )
     smoke: bool = Field(
         default=False, description="small sizes: shows that it works, never how fast it is"
@@ -62,8 +69,8 @@ class TiersSettings(BenchSettings):
     page_bytes: Annotated[tuple[Size, ...], NoDecode, BeforeValidator(split)] = Field(
         default=tuple(ByteSize(size << 10) for size in (64, 256, 1024, 2048, 8192)),
         min_length=1,
-        description="page sizes, as in 64KiB,2MiB; multiples of 128 bytes, for they lie scattered "
-        "over 32 layers of whole 4-byte words",
+        description="page sizes, as in 64KiB,2MiB; multiples of 256 bytes: 8 for each of the 32 "
+        "layers that they lie scattered over",
     )
     set_bytes: Size = Field(
         default=ByteSize(64 << 20), description="bytes moved in one sample (at least one page)"
@@ -73,7 +80,9 @@ class TiersSettings(BenchSettings):
         description="bytes that one put or get of a sample moves; where it needs several they are "
         "in flight together",
     )
-    repeats: int = Field(default=15, ge=1, description="samples of every rate")
+    repeats: int = Field(
+        default=15, ge=1, description="samples of a rate; fewer, but 6, where they take over 6 s"
+    )
     device: str = Field(default="auto", description="where the hbm tier lives: auto, cpu, cuda:N")
     paths: Annotated[tuple[PathName, ...], NoDecode, BeforeValidator(split)] = Field(
         default=PATHS, min_length=1, description="what to measure"
@@ -108,7 +117,10 @@ class BreakEvenSettings(BenchSettings):
     )
     page_tokens: int = Field(default=64, ge=1, description="tokens a page")
     prefill_tokens_per_s: float | None = Field(
-        default=None, gt=0, description="how fast the engine computes a prompt"
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="how fast the engine computes a prompt",
     )
     rates: Path | None = Field(
         default=None,
@@ -122,5 +134,7 @@ class BreakEvenSettings(BenchSettings):
         description="bytes that one put or get of a sample moves; where it needs several they are "
         "in flight together",
     )
-    repeats: int = Field(default=15, ge=1, description="samples of every rate")
+    repeats: int = Field(
+        default=15, ge=1, description="samples of a rate; fewer, but 6, where they take over 6 s"
+    )
     device: str = Field(default="auto", description="where the hbm tier lives: auto, cpu, cuda:N")

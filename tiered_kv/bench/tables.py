@@ -12,6 +12,8 @@ from tiered_kv.bench.baseline import Comparison
 from tiered_kv.bench.index_table import index_table
 from tiered_kv.bench.report import BenchReport
 
+_UNBOUNDED = 1000  # columns
+
 
 def size_text(n_bytes: int) -> str:
     """A size as people write it: 64 KiB, 2 MiB."""
@@ -37,9 +39,11 @@ def rate_text(bytes_per_s: float) -> str:
 def print_report(report: BenchReport, console: Console) -> None:
     """Machine, table, checksums, notes, failures."""
     machine = report.machine
-    console.print(f"{machine['cores']} x {machine['cpu']}, {_disk_text(machine)}", style="dim")
+    console.print(
+        f"{machine['cores']} x {machine['cpu']}, {_disk_text(machine)}", style="dim", markup=False
+    )
     for table in _tables(report):
-        console.print(table)
+        _print_whole(table, console)
     checked = report.checksum
     if checked["verified"] or checked["failed"]:
         console.print(
@@ -49,6 +53,15 @@ def print_report(report: BenchReport, console: Console) -> None:
         console.print(f"note: {note}", style="dim", markup=False)
     for failure in report.failures:
         console.print(f"FAILED: {failure}", style="bold red", markup=False)
+
+
+def _print_whole(table: Table, console: Console) -> None:
+    """At its own width: on a narrow terminal lines are wrapped, figures are not cut off."""
+    width = console.width
+    unbounded = console.options.update(width=_UNBOUNDED)
+    console.width = max(width, console.measure(table, options=unbounded).maximum)
+    console.print(table, crop=False)
+    console.width = width
 
 
 def _tables(report: BenchReport) -> list[Table]:
@@ -155,6 +168,6 @@ def _plain_text(name: str, value: Any) -> str:
         return str(value)
     if name == "page_bytes":
         return size_text(int(value))
-    if name.endswith("_s") and not name.endswith("_per_s"):
+    if name.endswith(("_s", "_s_per_page")) and not name.endswith("_per_s"):
         return seconds_text(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"

@@ -41,14 +41,19 @@ def workspace(directory: Path | None, needed_bytes: int = 0) -> Iterator[Path]:
 
 def refuse_too_much_memory(needed_bytes: int) -> None:
     """Raise ConfigError where so much host memory is not to be had: better than being killed."""
-    try:
-        text = Path("/proc/meminfo").read_text(encoding="ascii")
-    except OSError:
-        return
-    facts = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
-    available = int(facts["MemAvailable"].split()[0]) << 10 if "MemAvailable" in facts else None
+    available = available_memory_bytes()
     if available is not None and needed_bytes > available:
         raise ConfigError(
             f"{needed_bytes >> 20:,} MiB of memory are needed and {available >> 20:,} MiB are to "
             "be had; give smaller --page-bytes or a smaller --set-bytes"
         )
+
+
+def available_memory_bytes() -> int | None:
+    """Host memory to be had without swapping; None where the system does not say."""
+    try:
+        text = Path("/proc/meminfo").read_text(encoding="ascii")
+    except OSError:
+        return None
+    facts = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+    return int(facts["MemAvailable"].split()[0]) << 10 if "MemAvailable" in facts else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 import sys
@@ -9,14 +10,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, TypeVar
+from typing import NoReturn, TextIO, TypeVar
 
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 from rich.console import Console
 
 from tiered_kv.bench.baseline import Comparison, compare, save
-from tiered_kv.bench.report import BenchReport, Kind
+from tiered_kv.bench.report import BenchReport, Kind, refuse_bad_target
 from tiered_kv.bench.settings import (
     BenchSettings,
     BreakEvenSettings,
@@ -80,13 +81,12 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigError(f"bench {name}: no such benchmark; {hint}")
     options = parse(_BENCHES[name][0], arguments[1:], f"bench {name}")
     baseline = _baseline(options, name)
-    for target in (options.html, options.save_baseline):
-        _refuse_bad_target(target)
+    _refuse_bad_targets(options)
     if options.html is not None:
         from tiered_kv.bench import html
 
         html.require()
-    with _stopped_by_sigterm(), Progress(sys.stderr) as progress:
+    with _stopped_by_sigterm(), Progress(_people()) as progress:
         report = _measured(options, progress.show)
     return _tell(options, report, baseline)
 
@@ -106,9 +106,12 @@ def _baseline(options: BenchOptions, name: str) -> BenchReport | None:
     return BenchReport.from_json(options.compare, kind)
 
 
-def _refuse_bad_target(path: Path | None) -> None:
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise ConfigError(f"{path}: cannot be written: give a file in a directory that exists")
+def _refuse_bad_targets(options: BenchOptions) -> None:
+    targets = [path for path in (options.html, options.save_baseline) if path is not None]
+    for path in targets:
+        refuse_bad_target(path)
+    if len(targets) == 2 and targets[0].resolve() == targets[1].resolve():
+        raise ConfigError(f"--html {targets[0]}: is the file of --save-baseline too; give another")
 
 
 def _measured(options: BenchOptions, show: Show) -> BenchReport:
@@ -136,22 +139,48 @@ def _settings(options: BenchOptions, kind: type[_Settings]) -> _Settings:
 def _tell(options: BenchOptions, report: BenchReport, baseline: BenchReport | None) -> int:
     from tiered_kv.bench.tables import print_comparison, print_report
 
-    console = Console(stderr=True, width=None if sys.stderr.isatty() else _WIDTH)
     comparison = None
     if baseline is not None:
         comparison = compare(report, baseline, options.tolerance)
+    _keep(options, report)  # first: who reads the rest may have gone meanwhile
     if options.print_json:
-        print(json.dumps(report.to_json()))
+        _print_json(report)
+    people = _people()
+    console = _Console(file=people, width=None if people.isatty() else _WIDTH, highlight=False)
     print_report(report, console)
     if comparison is not None:
         print_comparison(comparison, console)
+    return EXIT_DONE if report.is_passed and _is_as_good(comparison) else EXIT_FAILED
+
+
+def _keep(options: BenchOptions, report: BenchReport) -> None:
+    if options.save_baseline is not None:
+        save(report, options.save_baseline)
     if options.html is not None:
         from tiered_kv.bench import html
 
         html.write(report, options.html)
-    if options.save_baseline is not None:
-        save(report, options.save_baseline)
-    return EXIT_DONE if report.is_passed and _is_as_good(comparison) else EXIT_FAILED
+
+
+def _print_json(report: BenchReport) -> None:
+    try:
+        print(json.dumps(report.to_json()), flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"--json: stdout cannot be written: {error.strerror}") from error
+
+
+def _people() -> TextIO:
+    """Where people read: stderr, nowhere if it was closed before we began."""
+    return sys.stderr or io.StringIO()
+
+
+class _Console(Console):
+    """Leaves it to the command line what a reader that has gone means."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
 
 
 def _is_as_good(comparison: Comparison | None) -> bool:
