@@ -219,12 +219,25 @@ def test_bytes_that_did_not_come_from_disk_are_no_figure_of_it(
 ) -> None:
     """The same set again and again would come from host after the first time."""
 
+    def same_set(self: disk_paths.DiskStage, load: Load) -> list[Conversation]:
+        return self.ring.conversations[: load.transfers]
+
+    monkeypatch.setattr(disk_paths.DiskStage, "next_cold", same_set)
+    found = measured(tmp_path, "disk-get", page_bytes=[PAGE])
+    assert "0 pages were read from disk" in " ".join(found.failures)
+
+
+def test_what_is_still_on_host_is_driven_out_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sets of one transfer each: two first pages of one had outlasted two others on host."""
+
     def same_set(self: Ring, load: Load) -> list[Conversation]:
         return self.conversations[: load.transfers]
 
     monkeypatch.setattr(Ring, "next", same_set)
-    found = measured(tmp_path, "disk-get", page_bytes=[PAGE])
-    assert "0 pages were read from disk" in " ".join(found.failures)
+    found = measured(tmp_path, "disk-get", "disk-get-hbm", page_bytes=[PAGE])
+    assert found.failures == []
 
 
 def test_an_interrupted_run_leaves_no_files(tmp_path: Path) -> None:

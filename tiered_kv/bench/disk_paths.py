@@ -67,6 +67,12 @@ class Ring:
             one = next(self._singles)
         return [one]
 
+    def others(self, wanted: list[Conversation]) -> list[list[Conversation]]:
+        """The sets without these, twice: those read longest ago first."""
+        keys = {key for one in wanted for key in one.keys}
+        sets = [made for made in self._sets if all(keys.isdisjoint(one.keys) for one in made)]
+        return sets + sets
+
     def _next_set(self) -> list[Conversation]:
         self._sets.rotate(-1)
         return list(self._sets[-1])
@@ -118,6 +124,18 @@ class DiskStage:
     def is_cold(self) -> bool:
         """Whether what was read came from the medium."""
         return self.cached_share < _WARM_SHARE
+
+    def next_cold(self, load: Load) -> list[Conversation]:
+        """The next of the ring, nothing of it on host: other sets are read till it has left.
+
+        The first pages of a set stay longest, leaf first as host gives its pages up.
+        """
+        wanted = self.ring.next(load)
+        for other in self.ring.others(wanted):
+            if not any(self.store.match(one.keys).host_pages for one in wanted):
+                break
+            wait_all(prefetch_all(self.store, other))
+        return wanted
 
     def write_set(self) -> None:
         """One more set on disk and in the ring; not timed."""
@@ -252,7 +270,7 @@ class DiskGet(_DiskWay):
         return self.stage.is_cold
 
     def before(self, load: Load) -> None:
-        self._wanted = self.stage.ring.next(load)
+        self._wanted = self.stage.next_cold(load)
         self.stage.go_cold()
         self._count()
 
@@ -312,7 +330,7 @@ class DiskMixed(_DiskWay):
         made += self.pages.make(Load(1, rest)) if rest else []
         self.pages.put(made)
         self._put = wanted
-        self._all = self.stage.ring.next(load)
+        self._all = self.stage.next_cold(load)
         self._wanted = list(self._leading(load))
         self.stage.go_cold()
         self._count()
