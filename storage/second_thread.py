@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 
 class SecondThread:
@@ -46,8 +47,9 @@ class SecondThread:
             return
         cores = os.sched_getaffinity(0) - {_core()}
         if cores and cores != self._cores:
-            os.sched_setaffinity(self._native_id, cores)
             self._cores = cores
+            with suppress(OSError):  # not allowed here: it wakes up where the kernel likes
+                os.sched_setaffinity(self._native_id, cores)
 
     def close(self) -> None:
         """End the thread."""

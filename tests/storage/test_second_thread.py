@@ -93,3 +93,17 @@ def test_with_one_core_or_without_a_say_in_it_nothing_is_set(
     second.both_halves(2, lambda first, last: None)
     monkeypatch.delattr(os, "sched_setaffinity")
     second.both_halves(2, lambda first, last: None)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux sets the core")
+def test_a_core_that_may_not_be_chosen_is_no_error(
+    second: SecondThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(pid: int, cores: set[int]) -> None:
+        raise PermissionError(1, "sandboxed")
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    done: list[int] = []
+    for _ in range(2):
+        second.both_halves(2, lambda first, last: done.append(first))
+    assert sorted(done) == [0, 0, 1, 1]
