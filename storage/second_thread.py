@@ -13,9 +13,9 @@ from contextlib import suppress
 class SecondThread:
     """Halves the time of a copy in host memory, of which one thread reaches 0.6.
 
-    It is told which cores to wake up on: all but that of who calls. Left to the kernel of a virtual
-    machine it mostly wakes up on the caller's own, because a core that is halted does not count as
-    idle there, and waits 4 ms for half of a copy that takes 6 (Linux 6.18, KVM, 2026-11).
+    It is told which cores to wake up on: all but that of who calls. Left to the kernel it mostly
+    woke up on the caller's own though the other was idle, and waited 4 ms for half of a copy that
+    takes 6 (2 cores, Linux 6.18 under KVM, 2026-11; there a halted core may not count as idle).
     """
 
     def __init__(self) -> None:
