@@ -25,12 +25,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench import rows
+from bench.arguments import positive
 from bench.engine_runs.comparison import differing_tokens
 from bench.engine_runs.conversations import Turn, Workload, questions
 from bench.engine_runs.models import SIZES
-from bench.engine_runs.report import Outcome, file_name, render, verdicts
+from bench.engine_runs.report import Outcome, render, verdicts
 from bench.engine_runs.runs import Runner, plan, ratio_rows, turn_rows
 from bench.engine_runs.variants import VARIANTS, Sizes
+from bench.markdown import file_name
 
 ROOT = rows.RESULTS.parents[1]
 REPORTS = ROOT / "bench" / "reports"
@@ -71,9 +73,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--variants", nargs="+", choices=VARIANTS, metavar="NAME", help=str([*VARIANTS])
     )
-    parser.add_argument("--rounds", type=_positive, help="default 3; with --smoke 1")
-    parser.add_argument("--turns", type=_positive, help="of each conversation; default 6")
-    parser.add_argument("--conversations", type=_positive, help="default 8")
+    parser.add_argument("--rounds", type=positive, help="default 3; with --smoke 1")
+    parser.add_argument("--turns", type=positive, help="of each conversation; default 6")
+    parser.add_argument("--conversations", type=positive, help="default 8")
     parser.add_argument("--model-size", choices=SIZES, help="default 100m")
     parser.add_argument(
         "--venv",
@@ -91,13 +93,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows", type=Path, help="append rows to this file")
     parser.add_argument("--report", type=Path, help="write the report to this file")
     return parser
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
-    return number
 
 
 def _outcome(options: argparse.Namespace) -> Outcome:
@@ -148,7 +143,7 @@ def _conclude(
         rows.append(path, log.measured, where)
     report = options.report
     if report is None and not options.smoke:
-        report = REPORTS / file_name(where.host, where.timestamp)
+        report = REPORTS / file_name("engines", where.host, where.timestamp)
     if report is not None:
         report.parent.mkdir(parents=True, exist_ok=True)
         report.write_text(render(outcome, where, command), encoding="utf-8")

@@ -11,79 +11,23 @@ import hashlib
 import os
 import sys
 import threading
-import types
-from collections.abc import Iterable, MutableSequence, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.peers.stand_in import stand_in
+
 DEADLINE_S = 60.0
 """How long anything of SGLang's may take; not a pace."""
-
-
-class _Anything:
-    """Called as a decorator it gives back what it decorates; else it stays what it is."""
-
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return arguments[0] if len(arguments) == 1 and callable(arguments[0]) else self
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self
-
-    def __getitem__(self, index: Any) -> Any:
-        return self
-
-
-class _StandIn(types.ModuleType):
-    __path__: MutableSequence[str] = []  # noqa: RUF012
-    __version__ = "0"
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (), {}) if name[:1].isupper() else _Anything()
-
-
-class _Finder:
-    """Finds a stand-in for every module of the packages named."""
-
-    def __init__(self, packages: Sequence[str]) -> None:
-        self._packages = packages
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name.partition(".")[0] not in self._packages:
-            return None
-        loader: Any = self
-        return ModuleSpec(name, loader, is_package=True)
-
-    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
-        return _StandIn(spec.name)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        pass
-
-
-def stand_in() -> None:
-    """Put stand-ins where triton and torchvision are missing. Before sglang is imported."""
-    import_module("torch._dynamo")  # asks for triton itself, and must not find a stand-in
-    import_module("transformers.generation")  # and for torchvision
-
-    missing = [name for name in ("triton", "torchvision") if find_spec(name) is None]
-    finder: Any = _Finder(missing)
-    sys.meta_path.append(finder)
 
 
 def start() -> None:
     """What a scheduler process of SGLang has done before it makes its caches: one rank of one."""
     torch.set_num_threads(1)  # OpenMP's threads spin for each other as soon as another has a core
-    stand_in()
+    stand_in(("triton", "torchvision"), ("torch._dynamo", "transformers.generation"))
     # Beside the interpreter, so that a run does not compile SGLang's page hash again (25 s).
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch-extensions"))
     os.environ["PATH"] = f"{Path(sys.prefix) / 'bin'}{os.pathsep}{os.environ['PATH']}"  # ninja

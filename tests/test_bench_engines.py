@@ -27,8 +27,9 @@ from bench.engine_runs.comparison import (
 )
 from bench.engine_runs.conversations import LONG_TOKENS, Phase, Turn, Workload, prompt, questions
 from bench.engine_runs.models import SIZES
-from bench.engine_runs.report import Outcome, file_name, render, verdicts
+from bench.engine_runs.report import Outcome, render, verdicts
 from bench.engine_runs.variants import VARIANTS, Setup, Sizes
+from bench.markdown import file_name
 
 STUB = """
 import json, sys, time
@@ -291,7 +292,10 @@ def test_the_report_says_machine_command_answers_and_what_failed() -> None:
 
 def test_the_reports_name_has_the_host_and_the_month() -> None:
     host = "2 x Intel(R) Xeon(R) Processor @ 2.80GHz, 24 GiB, Linux 6.18"
-    assert file_name(host, "2026-11-29T16:00:00Z") == "engines_2-x-intel-xeon-2.80ghz_202611.md"
+    assert (
+        file_name("engines", host, "2026-11-29T16:00:00Z")
+        == "engines_2-x-intel-xeon-2.80ghz_202611.md"
+    )
 
 
 def test_there_is_a_row_for_every_turn_and_kind_of_conversation(tmp_path: Path) -> None:

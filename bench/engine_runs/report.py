@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import platform
-import re
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from bench import markdown
 from bench.engine_runs.comparison import (
     COLD,
     GROUPS,
@@ -65,13 +65,6 @@ class Outcome:
             compare(self.turns, name, BASELINE, group) for name in self.variants if name != BASELINE
         )
         return [one for one in found if one is not None]
-
-
-def file_name(host: str, timestamp: str) -> str:
-    """engines_<host>_<yyyymm>.md."""
-    words = re.sub(r"\((r|tm)\)|processor|cpu", "", host.split(",")[0].lower())
-    slug = re.sub(r"[^a-z0-9.]+", "-", words).strip("-")
-    return f"engines_{slug}_{timestamp[:4]}{timestamp[5:7]}.md"
 
 
 def render(outcome: Outcome, where: Origin, command: Sequence[str]) -> str:
@@ -207,7 +200,7 @@ def _ratio_table(outcome: Outcome, group: str) -> str:
                 f"{one.settle_s:.3f}",
             )
         )
-    return f"**{group[0].upper()}{group[1:]}**\n\n{_markdown(table)}"
+    return f"**{group[0].upper()}{group[1:]}**\n\n{markdown.table(table)}"
 
 
 def _spread(value: float, by_round: Sequence[float]) -> str:
@@ -230,7 +223,7 @@ def _turn_table(outcome: Outcome, *, is_long: bool) -> str:
     half = (outcome.workload.turns + 1) // 2
     return (
         f"Median seconds; conversations whose first prompt has {kind}. "
-        f"`-disk` variants restart after turn {half}.\n\n{_markdown(table)}"
+        f"`-disk` variants restart after turn {half}.\n\n{markdown.table(table)}"
     )
 
 
@@ -277,9 +270,3 @@ def _limits_of_this(outcome: Outcome) -> str:
         else ""
     )
     return _LIMITS + few
-
-
-def _markdown(table: Sequence[Sequence[str]]) -> str:
-    head, *body = table
-    lines = [head, ["---"] * len(head), *body]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -27,10 +27,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench import rows
+from bench.arguments import positive
+from bench.markdown import file_name
 from bench.peers import cold
 from bench.peers.catalogue import PEERS, SMOKE
 from bench.peers.client import ROOT, missing
-from bench.peers.report import file_name, render
+from bench.peers.report import render
 from bench.peers.results import Outcome, measurements, peers_ahead, verdicts
 from bench.peers.run import Driver, scratch
 
@@ -70,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--smoke", action="store_true", help="ours and the machine, small sizes")
     parser.add_argument("--dry-run", action="store_true", help="say what would run, and stop")
     parser.add_argument("--peers", nargs="+", choices=PEERS, metavar="NAME", help=str([*PEERS]))
-    parser.add_argument("--rounds", type=_positive, help=f"counted; default {_ROUNDS}")
+    parser.add_argument("--rounds", type=positive, help=f"counted; default {_ROUNDS}")
     parser.add_argument(
         "--set-bytes", type=_size, help="all pages of a round; default 128MiB", metavar="SIZE"
     )
@@ -84,13 +86,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows", type=Path, help="append rows to this file")
     parser.add_argument("--report", type=Path, help="write the report to this file")
     return parser
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
-    return number
 
 
 def _size(text: str) -> int:
@@ -146,7 +141,7 @@ def _conclude(outcome: Outcome, options: argparse.Namespace, words: Sequence[str
         rows.append(path, measurements(outcome, outcome.load_average[1]), where)
     report = options.report
     if report is None and not options.smoke:
-        report = REPORTS / file_name(where.host, where.timestamp)
+        report = REPORTS / file_name("peers", where.host, where.timestamp)
     if report is not None:
         report.parent.mkdir(parents=True, exist_ok=True)
         command = ["python", "-m", "bench.peers", *_without_paths(words)]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import platform
-import re
 import shlex
 from collections.abc import Sequence
 
+from bench import markdown
 from bench.peers.catalogue import PEERS, RAW
 from bench.peers.pages import LOOKUP_KEYS
 from bench.peers.results import SYNCED, Outcome, peers_ahead, verdicts
@@ -29,13 +29,6 @@ _LIMITS = {
     "put_durable": "O_DIRECT writes and fdatasync",
     "get_cold": "O_DIRECT reads",
 }
-
-
-def file_name(host: str, timestamp: str) -> str:
-    """peers_<host>_<yyyymm>.md."""
-    words = re.sub(r"\((r|tm)\)|processor|cpu", "", host.split(",")[0].lower())
-    slug = re.sub(r"[^a-z0-9.]+", "-", words).strip("-")
-    return f"peers_{slug}_{timestamp[:4]}{timestamp[5:7]}.md"
 
 
 def render(outcome: Outcome, where: Origin, command: Sequence[str]) -> str:
@@ -106,7 +99,7 @@ def _peers(outcome: Outcome) -> str:
         versions = ", ".join(f"{package} {version}" for package, version in found.items())
         cells = (peer.what, versions or "-", peer.durable, peer.lacks, peer.lookup or "-")
         table.append((f"`{name}`", *cells))
-    return _markdown(table)
+    return markdown.table(table)
 
 
 def _failures(outcome: Outcome) -> str:
@@ -160,7 +153,7 @@ def _table(outcome: Outcome, page_bytes: int, operation: str) -> str:
     lines.sort(key=lambda line: -line[0])
     kept = [at for at, title in enumerate(head) if _is_shown(title, operation)]
     table = [head, *(cells for _, cells in lines)]
-    return _markdown([[line[at] for at in kept] for line in table])
+    return markdown.table([[line[at] for at in kept] for line in table])
 
 
 def _is_shown(title: str, operation: str) -> bool:
@@ -203,9 +196,3 @@ _NOT_SHOWN = """\
   nearly twice as fast: copies page by page cannot reach it.
 - `raw` writes space that was written before; the files of a peer are new in every round.
 - Mooncake's master and its threads are other processes: their CPU time is not in the table."""
-
-
-def _markdown(table: Sequence[Sequence[str]]) -> str:
-    head, *body = table
-    lines = [head, ["---"] * len(head), *body]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

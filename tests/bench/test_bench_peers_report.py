@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from bench import rows
-from bench.peers.report import file_name, render
+from bench.markdown import file_name
+from bench.peers.report import render
 from bench.peers.results import (
     SYNCED,
     Outcome,
@@ -189,7 +190,9 @@ def test_the_report_says_when_nothing_is_proven_cold() -> None:
 
 def test_the_reports_name_has_the_host_and_the_month() -> None:
     host = "2 x Intel(R) Xeon(R) Processor @ 2.80GHz, 24 GiB, Linux 6.18"
-    assert file_name(host, "2026-11-29T16:00:00Z") == "peers_2-x-intel-xeon-2.80ghz_202611.md"
+    assert (
+        file_name("peers", host, "2026-11-29T16:00:00Z") == "peers_2-x-intel-xeon-2.80ghz_202611.md"
+    )
 
 
 def test_there_is_a_row_for_every_peer_and_operation_with_a_sample_a_round(tmp_path: Path) -> None:

@@ -17,15 +17,19 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from tiered_kv.bench.report import BenchReport, finished, machine
-from tiered_kv.bench.settings import BreakEvenSettings, PathName, Show, TiersSettings
+from tiered_kv.bench.settings import (
+    BreakEvenSettings,
+    MovingSettings,
+    PathName,
+    Show,
+    TiersSettings,
+)
 from tiered_kv.errors import ConfigError
 from tiered_kv.layout import KVLayout
 from tiered_kv.plan import DISK, HBM, HOST
 
 _PATHS: dict[str, tuple[PathName, ...]] = {HOST: ("host-get",), DISK: ("disk-get-hbm",)}
 _PAGE_STEP = 256  # bytes: `bench tiers` measures multiples of this
-_SHARED = {"directory", "smoke", "set_bytes", "transfer_bytes", "repeats", "device"}
-"""Settings that `bench tiers` has too."""
 
 _STEPS, _PREFILL_STEPS = 1000, 300  # of the progress that is shown
 _LEAST_SPREAD = 1.01  # page sizes nearer than this to a measured one count as measured
@@ -114,7 +118,8 @@ def _tiers_now(settings: BreakEvenSettings, layout: KVLayout, show: Show) -> Ben
     from tiered_kv.bench import tiers
 
     page_bytes = -(-layout.page_bytes // _PAGE_STEP) * _PAGE_STEP
-    asked = {name: getattr(settings, name) for name in settings.model_fields_set & _SHARED}
+    shared = set(MovingSettings.model_fields)  # `bench tiers` has them too
+    asked = {name: getattr(settings, name) for name in settings.model_fields_set & shared}
     asked["page_bytes"] = (page_bytes,)
     asked["paths"] = tuple(path for paths in _PATHS.values() for path in paths)
 

@@ -63,15 +63,9 @@ class BenchSettings(BaseModel):
         return self.model_dump(mode="json", include=set(type(self).model_fields))
 
 
-class TiersSettings(BenchSettings):
-    """How fast put, get and prefetch move pages between tiers, beside what the machine can do."""
+class MovingSettings(BenchSettings):
+    """How much a benchmark moves, how often, and to and from where."""
 
-    page_bytes: Annotated[tuple[Size, ...], NoDecode, BeforeValidator(split)] = Field(
-        default=tuple(ByteSize(size << 10) for size in (64, 256, 1024, 2048, 8192)),
-        min_length=1,
-        description="page sizes, as in 64KiB,2MiB; multiples of 256 bytes: 8 for each of the 32 "
-        "layers that they lie scattered over",
-    )
     set_bytes: Size = Field(
         default=ByteSize(64 << 20), description="bytes moved in one sample (at least one page)"
     )
@@ -84,6 +78,17 @@ class TiersSettings(BenchSettings):
         default=15, ge=1, description="samples of a rate; fewer, but 6, where they take over 6 s"
     )
     device: str = Field(default="auto", description="where the hbm tier lives: auto, cpu, cuda:N")
+
+
+class TiersSettings(MovingSettings):
+    """How fast put, get and prefetch move pages between tiers, beside what the machine can do."""
+
+    page_bytes: Annotated[tuple[Size, ...], NoDecode, BeforeValidator(split)] = Field(
+        default=tuple(ByteSize(size << 10) for size in (64, 256, 1024, 2048, 8192)),
+        min_length=1,
+        description="page sizes, as in 64KiB,2MiB; multiples of 256 bytes: 8 for each of the 32 "
+        "layers that they lie scattered over",
+    )
     paths: Annotated[tuple[PathName, ...], NoDecode, BeforeValidator(split)] = Field(
         default=PATHS, min_length=1, description="what to measure"
     )
@@ -104,7 +109,7 @@ class IndexSettings(BenchSettings):
     repeats: int = Field(default=9, ge=1, description="samples of every figure but evictions")
 
 
-class BreakEvenSettings(BenchSettings):
+class BreakEvenSettings(MovingSettings):
     """From how many tokens on a load from each tier beats computing them again."""
 
     model: str = Field(
@@ -126,15 +131,3 @@ class BreakEvenSettings(BenchSettings):
         default=None,
         description="report of `bench tiers --json` with load rates; none: they are measured now",
     )
-    set_bytes: Size = Field(
-        default=ByteSize(64 << 20), description="bytes moved in one sample (at least one page)"
-    )
-    transfer_bytes: Size = Field(
-        default=ByteSize(64 << 20),
-        description="bytes that one put or get of a sample moves; where it needs several they are "
-        "in flight together",
-    )
-    repeats: int = Field(
-        default=15, ge=1, description="samples of a rate; fewer, but 6, where they take over 6 s"
-    )
-    device: str = Field(default="auto", description="where the hbm tier lives: auto, cpu, cuda:N")
