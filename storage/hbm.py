@@ -25,7 +25,8 @@ from tiered_kv.storage.second_thread import SecondThread
 from tiered_kv.storage.slab import Slab
 
 _HALF_BYTES = 1 << 20
-_STEP_BYTES = 1 << 20  # of one page: below that, calls cost more than an earlier layer gives
+# Of one page. Pages of 8 MiB: steps of 1 MiB 1.24 of memcpy, of 4 MiB 1.76 (2 cores, 2026-11).
+_STEP_BYTES = 4 << 20
 
 
 class HbmTier(PooledTier):

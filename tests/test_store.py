@@ -134,8 +134,8 @@ def test_pages_come_into_the_callers_own_slots(open_store: Rig) -> None:
 
 def test_layers_come_one_after_another(open_store: Rig) -> None:
     """`wait_layer` returns as soon as its layer is there, while later ones are on their way."""
-    layout = KVLayout.uniform(4 << 20, 4, layers=4)
-    store = open_store(hbm=4, host=4, disk="96MiB", layout=layout)
+    layout = KVLayout.uniform(16 << 20, 4, layers=4)
+    store = open_store(hbm=4, host=4, disk="384MiB", layout=layout)
     keys = chain(store, 2)
     put_pages(store, keys)
     flush_hbm(store)

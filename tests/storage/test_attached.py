@@ -280,8 +280,8 @@ def test_not_layerwise_a_page_is_written_in_one_step() -> None:
 def test_layerwise_small_layers_share_a_step_and_every_layer_has_one() -> None:
     small = attached(engine_views("LBHNC", layers=4), layerwise=True)
     assert small.layer_steps == [(0, 4)]
-    large = attached(engine_views("LBHNC", 5, heads=4, tokens=512, content=160), layerwise=True)
-    assert large.layer_steps == [(0, 2), (2, 4), (4, 5)]  # 640 KiB a layer, 1 MiB makes a step
+    large = attached(engine_views("LBHNC", 5, heads=4, tokens=2048, content=160), layerwise=True)
+    assert large.layer_steps == [(0, 2), (2, 4), (4, 5)]  # 2.5 MiB a layer, 4 MiB make a step
 
 
 def test_copy_slots_copies_whole_pages_and_leaves_the_rest() -> None:

@@ -116,7 +116,7 @@ def test_layer_steps_cover_every_layer_once_and_in_order(layer_bytes: tuple[int,
 
 
 def test_writing_step_by_step_is_writing_at_once() -> None:
-    layout = layout_of(600_000, 600_000, 7, 1_100_000, 1_100_000, 12)
+    layout = layout_of(2_400_000, 2_400_000, 7, 4_300_000, 4_300_000, 12)
     tier = HbmTier(layout, 2 * layout.page_bytes)
     assert len(tier.layer_steps) > 2
     slots = take(tier, 2)
