@@ -384,6 +384,15 @@ def test_a_set_is_whole_pages_in_whole_transfers(
     assert amounts.singles >= LEAST_P99 or smoke
 
 
+def test_a_smoke_run_reports_the_sizes_it_took_and_keeps_those_that_were_given() -> None:
+    small = TiersSettings(smoke=True).in_effect().told()
+    taken = [small[name] for name in ("page_bytes", "set_bytes", "transfer_bytes", "repeats")]
+    assert taken == [[64 << 10, 256 << 10], 2 << 20, 512 << 10, 2]
+    given = TiersSettings(smoke=True, repeats=7, page_bytes=(ByteSize(4096),)).in_effect()
+    assert (given.repeats, given.page_bytes, given.set_bytes) == (7, (4096,), 2 << 20)
+    assert TiersSettings(repeats=3).in_effect() == TiersSettings(repeats=3)
+
+
 def test_a_slow_disk_is_given_smaller_sets_unless_their_size_was_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

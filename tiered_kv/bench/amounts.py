@@ -13,43 +13,28 @@ SINGLE_BYTES = 1 << 20
 """What one put or get of a latency moves (at least one page)."""
 
 _RATE_S, _SINGLE_S = 6.0, 4.0  # 5 page sizes, 7 paths: 6 minutes at most where it is not too slow
-_SMOKE_PAGE_BYTES = (64 << 10, 256 << 10)
-_SMOKE_SET_BYTES = 2 << 20
-_SMOKE_TRANSFER_BYTES = 512 << 10
 
 
 def page_sizes(settings: TiersSettings) -> list[int]:
     """Every page size once, in the order given."""
-    if settings.smoke and "page_bytes" not in settings.model_fields_set:
-        return list(_SMOKE_PAGE_BYTES)
     return [int(size) for size in dict.fromkeys(settings.page_bytes)]
-
-
-def set_bytes_of(settings: TiersSettings) -> int:
-    """Bytes of a sample; a page that is larger is one alone."""
-    if settings.smoke and "set_bytes" not in settings.model_fields_set:
-        return _SMOKE_SET_BYTES
-    return int(settings.set_bytes)
 
 
 def transfer_bytes_of(settings: TiersSettings) -> int:
     """Bytes of one of the transfers that a sample consists of."""
-    if settings.smoke and "transfer_bytes" not in settings.model_fields_set:
-        return _SMOKE_TRANSFER_BYTES
-    return min(int(settings.transfer_bytes), set_bytes_of(settings))
+    return min(int(settings.transfer_bytes), int(settings.set_bytes))
 
 
 def amounts_of(settings: TiersSettings, page_bytes: int, set_bytes: int) -> Amounts:
     """How many pages, samples and seconds a page size is given."""
-    is_small = settings.smoke
     transfer_pages = max(1, min(transfer_bytes_of(settings), set_bytes) // page_bytes)
     transfers = max(1, set_bytes // (transfer_pages * page_bytes))
     single_pages = min(max(1, SINGLE_BYTES // page_bytes), transfer_pages)
     return Amounts(
         full=Load(transfers, transfer_pages),
         single=Load(1, single_pages),
-        repeats=min(settings.repeats, 2) if is_small else settings.repeats,
-        singles=3 if is_small else LEAST_P99 + 1,
+        repeats=settings.repeats,
+        singles=3 if settings.smoke else LEAST_P99 + 1,
         rate_s=_RATE_S,
         single_s=_SINGLE_S,
     )
@@ -59,7 +44,7 @@ def needed_bytes(settings: TiersSettings, sizes: list[int]) -> int:
     """Free space on disk that the run needs: one page size's store and raw file."""
     if not any(path.startswith("disk") for path in settings.paths):
         return 0
-    sets = [amounts_of(settings, size, set_bytes_of(settings)).full.pages for size in sizes]
+    sets = [amounts_of(settings, size, int(settings.set_bytes)).full.pages for size in sizes]
     return max(
         disk_bytes(size, pages) + SETS_ON_DISK * pages * align_up(size)
         for size, pages in zip(sizes, sets, strict=True)
@@ -71,6 +56,6 @@ def needed_memory_bytes(settings: TiersSettings, sizes: list[int]) -> int:
     sets = (
         max(amounts.full.pages, amounts.single.pages) * align_up(size)
         for size in sizes
-        for amounts in [amounts_of(settings, size, set_bytes_of(settings))]
+        for amounts in [amounts_of(settings, size, int(settings.set_bytes))]
     )
     return 6 * max(sets)

@@ -65,6 +65,7 @@ def measure(settings: BreakEvenSettings, show: Show) -> BenchReport:
     """
     from tiered_kv.bench import prefill
 
+    settings = settings.in_effect()
     layout, loaded = prefill.layout_and_model(settings)
     known = None if settings.rates is None else BenchReport.from_json(settings.rates, "tiers")
     notes: list[str] = []

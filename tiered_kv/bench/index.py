@@ -22,7 +22,6 @@ from tiered_kv.errors import ConfigError
 
 GET_PAGES = 1000
 LEAST_PAGES = 256
-_SMOKE_PAGES = (512, 2048)
 _REOPEN_S = 40.0  # a size, at most: 1 M pages took 17 s an opening (2 x 2.8 GHz Xeon, 2026-11)
 _STEPS = 4  # of one size
 DISK_BYTES_A_PAGE = 450  # its entry in the tree, and what commits leave free there
@@ -43,10 +42,11 @@ def measure(settings: IndexSettings, show: Show) -> BenchReport:
         ConfigError: a size that is too small or given twice, a directory that cannot be used.
         TieredKVError: the process that measures the deciding side failed.
     """
+    settings = settings.in_effect()
     sizes = _sizes(settings)
     scale = _Scale(1 << 20, settings.repeats, 1000, 50)
     if settings.smoke:
-        scale = _Scale(1 << 14, 2, 299, 2)
+        scale = _Scale(1 << 14, settings.repeats, 299, 2)
     rows: list[dict[str, Any]] = []
     samples: Samples = {}
     needed_bytes = 1 << 20 | sizes[-1] * DISK_BYTES_A_PAGE
@@ -68,8 +68,6 @@ def measure(settings: IndexSettings, show: Show) -> BenchReport:
 
 def _sizes(settings: IndexSettings) -> list[int]:
     sizes = list(settings.pages)
-    if settings.smoke and "pages" not in settings.model_fields_set:
-        sizes = list(_SMOKE_PAGES)
     if min(sizes) < LEAST_PAGES:
         raise ConfigError(
             f"pages={min(sizes)}: give {LEAST_PAGES} or more, so that every tier holds some"

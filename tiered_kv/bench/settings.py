@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field
 from pydantic_settings import NoDecode
+from typing_extensions import Self
 
 from tiered_kv.config import Size
 
@@ -49,6 +50,9 @@ class BenchSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    small: ClassVar[Mapping[str, Any]] = {}
+    """What `smoke` takes where nothing was given."""
+
     directory: Path | None = Field(
         default=None,
         description="where files are made, on the disk to measure; a folder of their own in it is "
@@ -58,6 +62,12 @@ class BenchSettings(BaseModel):
         default=False, description="small sizes: shows that it works, never how fast it is"
     )
 
+    def in_effect(self) -> Self:
+        """The settings that a run goes by, and reports: those of `smoke` filled in."""
+        given = self.model_fields_set
+        small = {name: value for name, value in self.small.items() if name not in given}
+        return self.model_copy(update=small) if self.smoke else self
+
     def told(self) -> dict[str, Any]:
         """The settings as JSON values."""
         return self.model_dump(mode="json", include=set(type(self).model_fields))
@@ -65,6 +75,12 @@ class BenchSettings(BaseModel):
 
 class MovingSettings(BenchSettings):
     """How much a benchmark moves, how often, and to and from where."""
+
+    small: ClassVar[Mapping[str, Any]] = {
+        "set_bytes": ByteSize(2 << 20),
+        "transfer_bytes": ByteSize(512 << 10),
+        "repeats": 2,
+    }
 
     set_bytes: Size = Field(
         default=ByteSize(64 << 20), description="bytes moved in one sample (at least one page)"
@@ -82,6 +98,11 @@ class MovingSettings(BenchSettings):
 
 class TiersSettings(MovingSettings):
     """How fast put, get and prefetch move pages between tiers, beside what the machine can do."""
+
+    small: ClassVar[Mapping[str, Any]] = {
+        **MovingSettings.small,
+        "page_bytes": (ByteSize(64 << 10), ByteSize(256 << 10)),
+    }
 
     page_bytes: Annotated[tuple[Size, ...], NoDecode, BeforeValidator(split)] = Field(
         default=tuple(ByteSize(size << 10) for size in (64, 256, 1024, 2048, 8192)),
@@ -101,6 +122,8 @@ class TiersSettings(MovingSettings):
 
 class IndexSettings(BenchSettings):
     """What deciding costs: keys, match, plans, evictions, memory, reopening."""
+
+    small: ClassVar[Mapping[str, Any]] = {"pages": (512, 2048), "repeats": 2}
 
     pages: Annotated[tuple[int, ...], NoDecode, BeforeValidator(split)] = Field(
         default=(10_000, 100_000, 1_000_000), min_length=1, description="pages in the index"

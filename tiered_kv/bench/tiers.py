@@ -18,7 +18,6 @@ from tiered_kv.bench.amounts import (
     needed_bytes,
     needed_memory_bytes,
     page_sizes,
-    set_bytes_of,
     transfer_bytes_of,
 )
 from tiered_kv.bench.content import LAYERS, Load, Pages, get_all, wait_all
@@ -69,6 +68,7 @@ def measure(settings: TiersSettings, show: Show) -> BenchReport:
             memory or disk than there is.
         TierIOError: the disk failed or is full.
     """
+    settings = settings.in_effect()
     device = resolve_device(settings.device)
     for size in settings.page_bytes:
         if size % (LAYERS * _STAMP_BYTES):
@@ -119,7 +119,7 @@ class TiersBench:
         self.machine = machine(self.folder)
         self.is_direct = has_direct_io(self.folder)
         self.machine["disk"]["direct_io"] = self.is_direct
-        self.set_bytes = set_bytes_of(self.settings)
+        self.set_bytes = int(self.settings.set_bytes)
         self._written_bytes = 0
 
     @property
