@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench import rows
-from bench.arguments import positive
+from bench.arguments import n_bytes, positive
 from bench.markdown import file_name
 from bench.peers import cold
 from bench.peers.catalogue import PEERS, SMOKE
@@ -74,10 +74,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--peers", nargs="+", choices=PEERS, metavar="NAME", help=str([*PEERS]))
     parser.add_argument("--rounds", type=positive, help=f"counted; default {_ROUNDS}")
     parser.add_argument(
-        "--set-bytes", type=_size, help="all pages of a round; default 128MiB", metavar="SIZE"
+        "--set-bytes", type=n_bytes, help="all pages of a round; default 128MiB", metavar="SIZE"
     )
     parser.add_argument(
-        "--page-bytes", nargs="+", type=_size, help="default 256KiB 2MiB", metavar="SIZE"
+        "--page-bytes", nargs="+", type=n_bytes, help="default 256KiB 2MiB", metavar="SIZE"
     )
     parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="on the disk to measure")
     parser.add_argument(
@@ -86,16 +86,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows", type=Path, help="append rows to this file")
     parser.add_argument("--report", type=Path, help="write the report to this file")
     return parser
-
-
-def _size(text: str) -> int:
-    for unit, shift in (("KiB", 10), ("MiB", 20), ("GiB", 30), ("", 0)):
-        if text.endswith(unit):
-            number = text.removesuffix(unit)
-            if number.isascii() and number.isdigit() and int(number):
-                return int(number) << shift
-            break
-    raise argparse.ArgumentTypeError(f"{text} is no size: give bytes, or such as 256KiB, 2MiB")
 
 
 def _outcome(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Outcome:
