@@ -74,6 +74,10 @@ class HostTier(PooledTier):
         view: PageBuffer = self._views[slot]
         return view
 
+    def views(self, slots: Sequence[int]) -> list[PageBuffer]:
+        """The memory of several slots, each as `view`."""
+        return list(map(self._views.__getitem__, slots))
+
     def rows(self, slots: Sequence[int]) -> Rows:
         """The memory of several slots, which a batch copy moves in few calls; else as `view`."""
         return Rows(self._views, slots)

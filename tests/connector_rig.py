@@ -206,16 +206,26 @@ class Gate:
         self.is_reached = threading.Event()
         self._open = threading.Event()
         self._calls = 0
-        through = getattr(DiskTier, verb)
+        self._after = after
+        through = getattr(DiskTier, "begin_read" if verb == "read" else verb)
 
         def held_up(tier: DiskTier, *args: Any) -> Any:
-            self._calls += 1
-            if self._calls > after:
-                self.is_reached.set()
-                self._open.wait()
+            self._pass()
             return through(tier, *args)
 
-        monkeypatch.setattr(DiskTier, verb, held_up)
+        def held_up_later(tier: DiskTier, *args: Any) -> Any:
+            return lambda: held_up(tier, *args)()
+
+        if verb == "read":
+            monkeypatch.setattr(DiskTier, "begin_read", held_up_later)
+        else:
+            monkeypatch.setattr(DiskTier, verb, held_up)
+
+    def _pass(self) -> None:
+        self._calls += 1
+        if self._calls > self._after:
+            self.is_reached.set()
+            self._open.wait()
 
     def open(self) -> None:
         """Let all through from now on."""

@@ -241,6 +241,14 @@ class TierContract:
             assert outcome[1] is None
             assert into[1].tobytes() == changed
 
+    def test_reads_that_were_begun_end_as_read_does(self, tier: Tier) -> None:
+        slots = self.put(tier, ["a", "b", "c"])
+        into = buffers(3, tier.page_bytes)
+        first = tier.begin_read(slots[:2], into[:2])
+        second = tier.begin_read(slots[2:], into[2:])
+        assert (first(), second()) == ([None] * 2, [None])
+        assert [row.tobytes() for row in into] == self.bytes_of(["a", "b", "c"])
+
     def test_a_damaged_page_spoils_only_itself(self, tier: Tier) -> None:
         slots = self.put(tier, ["a", "b", "c"])
         damaged = bytearray(self.bytes_of(["b"])[0])
@@ -514,8 +522,11 @@ class PlainTree:
     def last_use(self, page: int) -> int:
         return self.used_at[page]
 
-    def favour(self, page: int) -> int:
-        return self.favours.get(page, 0)
+    def last_uses(self, pages: Sequence[int]) -> list[int]:
+        return [self.used_at[page] for page in pages]
+
+    def favoured_use(self, page: int) -> int:
+        return self.used_at[page] + self.favours.get(page, 0)
 
     def hint(self, page: int, favour: int) -> None:
         assert self.policy is not None

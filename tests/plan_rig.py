@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 
 from contracts import key_of
 
+from tiered_kv.found import FoundPages, StoredPage
 from tiered_kv.keys import KeyChain, PageKey
 from tiered_kv.plan import DISK, HBM, HOST, Move, Plan
-from tiered_kv.planner import Planner, StoredPage
+from tiered_kv.planner import Planner
 from tiered_kv.slots import SlotPool
 
 
@@ -76,7 +77,7 @@ class PlannerRig:
             write_through=bool(self.options["write_through"]),
         )
         if found:
-            self.planner.adopt(DISK, found)
+            self.planner.adopt(DISK, FoundPages.of(found))
 
     def restart(self) -> None:
         """Close and open again: only what is on disk is left. Nothing may be in flight."""

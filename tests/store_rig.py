@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,8 @@ import torch
 
 from tiered_kv import KVLayout, StoreConfig, TieredStore
 from tiered_kv.errors import TieredKVError
+from tiered_kv.found import FoundPages
 from tiered_kv.keys import KeyChain, PageKey
-from tiered_kv.planner import Stored
 from tiered_kv.storage.base import Page, PageBuffer, Tier
 from tiered_kv.storage.faulty import CountingTier, FaultyTier, WrappedTier
 from tiered_kv.streams import Event, Stream
@@ -168,7 +168,9 @@ class RiggedStore(TieredStore):
     counting: CountingTier
     own_disk: Tier
 
-    def _open_disk(self, layout: KVLayout, config: StoreConfig) -> tuple[Tier, Iterable[Stored]]:
+    def _open_disk(
+        self, layout: KVLayout, config: StoreConfig
+    ) -> tuple[Tier, Callable[[], FoundPages]]:
         disk, found = super()._open_disk(layout, config)
         self.own_disk = disk
         self.counting = CountingTier(disk)

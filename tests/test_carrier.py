@@ -147,7 +147,7 @@ def test_a_load_that_hangs_is_reported_at_its_deadline_and_ends_later(
     rig.store(keys, [0, 1])
     rig.close()
     rig = engine(disk=tmp_path, load_deadline_s=0.05)
-    is_open = hold(monkeypatch, DiskTier, "read")
+    is_open = hold(monkeypatch, DiskTier, "begin_read")
     job = rig.decider.get(keys, [10, 11], "me", is_awaited=True)
     rig.step()
     while job.id not in rig.arrived:

@@ -109,7 +109,7 @@ def test_a_page_number_is_used_again_without_its_past(index: Index) -> None:
 def test_forget_drops_only_what_is_nowhere_and_childless(index: Index) -> None:
     arrive(index, HOST, "a")
     new = index.add(chain("a", "b", "c"), -1)
-    index.forget(reversed(new))
+    index.forget(new[::-1])
     assert index.find(key_of("a")) >= 0
     assert index.find(key_of("b")) == index.find(key_of("c")) == -1
     assert index.check(lambda: True) == []

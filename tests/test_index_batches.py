@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from random import Random
 
 import pytest
@@ -11,17 +13,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_rig import chain
 
-from tiered_kv import planner as planner_module
+from tiered_kv import index as index_module
+from tiered_kv import page_ids, room, tier_index
+from tiered_kv.columns import FEW
 from tiered_kv.index import Index, TierState
 from tiered_kv.keys import PageKey
-from tiered_kv.plan import DISK, HBM, HOST, Move, make_moves
-from tiered_kv.planner import Planner, StoredPage
+from tiered_kv.plan import DISK, HBM, HOST, Move, Moves
+from tiered_kv.planner import Planner
 from tiered_kv.slots import SlotPool
 
 _TIERS = [HBM, HOST, DISK]
+_IN_COLUMNS = (index_module, page_ids, room, tier_index)
 _CHAINS = {
     f"{name}{turn}": [(name, at) for at in range(4 * turn)] for name in "abc" for turn in (1, 2)
 }
+
+
+@contextmanager
+def columns_from(few: int) -> Iterator[None]:
+    """Batches of so many pages and more are dealt with in columns."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in _IN_COLUMNS:
+            patch.setattr(module, "FEW", few)
+        yield
 
 
 class Pair:
@@ -165,49 +179,79 @@ class Pair:
 
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)
 @given(
-    seed=st.integers(0, 2**32), steps=st.integers(1, 30), policy=st.sampled_from(["lru", "fifo"])
+    seed=st.integers(0, 2**32),
+    steps=st.integers(1, 30),
+    policy=st.sampled_from(["lru", "fifo"]),
+    few=st.sampled_from([2, FEW]),
 )
-def test_a_batch_does_what_its_pages_one_by_one_do(seed: int, steps: int, policy: str) -> None:
+def test_a_batch_does_what_its_pages_one_by_one_do(
+    seed: int, steps: int, policy: str, few: int
+) -> None:
+    """Also where it is done in columns, which it is from `few` pages on."""
     pair = Pair(policy, seed)
-    for _ in range(steps):
-        pair.step()
-        pair.check()
+    with columns_from(few):
+        for _ in range(steps):
+            pair.step()
+            pair.check()
 
 
 # -- what a batch must not get wrong ---------------------------------------------------------------
 
 
-def test_pages_that_leave_their_last_tier_together_are_all_remembered() -> None:
+@pytest.mark.parametrize("few", [2, FEW])
+def test_pages_that_leave_their_last_tier_together_are_all_remembered(few: int) -> None:
     """The first of them to be forgotten takes its parents along, before these are looked at."""
     index = Index(_TIERS)
     host, keys = index.by_name[HOST], chain("a", "b", "c")
-    pages = index.add(keys, -1)
-    index.begin(host, pages, [0, 1, 2])
-    index.finish(host, pages)
-    assert index.evict(host, pages[::-1]) == [2, 1, 0]
+    with columns_from(few):
+        pages = index.add(keys, -1)
+        index.begin(host, pages, [0, 1, 2])
+        index.finish(host, pages)
+        assert index.evict(host, pages[::-1]) == [2, 1, 0]
     assert len(index) == 0
     assert [index.why_missing(key) for key in keys] == ["evicted"] * 3
     assert index.check() == []
 
 
-def test_a_pinned_page_in_a_batch_stops_it_before_anything_has_changed() -> None:
+@pytest.mark.parametrize("few", [2, FEW])
+def test_a_pinned_page_in_a_batch_stops_it_before_anything_has_changed(few: int) -> None:
     index = Index(_TIERS)
     host = index.by_name[HOST]
     pages = index.add(chain("a", "b"), -1)
     index.begin(host, pages, [0, 1])
     index.finish(host, pages)
     index.pin(host, pages[:1])
-    with pytest.raises(AssertionError):
+    with columns_from(few), pytest.raises(AssertionError):
         index.evict(host, pages[::-1])
     assert host.resident == 2
     assert index.check() == []
 
 
-def test_a_batch_of_another_length_than_its_slots_is_a_bug_and_says_so() -> None:
+@pytest.mark.parametrize("few", [2, FEW])
+@pytest.mark.parametrize("slots", [[0], [0, 1, 2]])
+def test_a_batch_of_another_length_than_its_slots_is_a_bug_and_says_so(
+    few: int, slots: list[int]
+) -> None:
     index = Index(_TIERS)
     pages = index.add(chain("a", "b"), -1)
-    with pytest.raises(ValueError, match="shorter"):
-        index.begin(index.by_name[HOST], pages, [0])
+    with columns_from(few), pytest.raises(ValueError, match=r"shorter|longer|slots"):
+        index.begin(index.by_name[HOST], pages, slots)
+
+
+def test_what_could_be_written_to_disk_is_the_same_by_columns_and_page_by_page() -> None:
+    """A chain of which disk has the first page; one whose first page is nowhere below; a hole."""
+    planner = Planner({HOST: SlotPool(9), DISK: SlotPool(9)}, {HOST: 9, DISK: 9})
+    index = planner.index
+    host, disk = index.by_name[HOST], index.by_name[DISK]
+    begun = index.add(chain("a", "b", "c"), -1)
+    cut = index.add(chain("x", "y", "z"), -1)
+    for tier, pages in ((disk, begun[:1]), (host, begun), (host, cut[1:])):
+        index.begin(tier, pages, range(len(pages)))
+    asked = [begun, begun[1:], begun[2:], cut[1:], [*begun, cut[2]]]
+    with columns_from(2):
+        by_columns = [planner.room.durable(pages) for pages in asked]
+    assert by_columns == [planner.room.durable(pages) for pages in asked]
+    assert by_columns == [begun, begun[1:], begun[2:], [], begun]
 
 
 def test_check_finds_a_page_whose_presence_is_noted_wrongly() -> None:
@@ -219,8 +263,8 @@ def test_check_finds_a_page_whose_presence_is_noted_wrongly() -> None:
     assert any("not in a tier, and not noted so" in line for line in index.check())
 
 
-def test_moves_made_by_columns_are_moves() -> None:
-    made = make_moves(
+def test_moves_in_columns_are_moves() -> None:
+    made = Moves(
         [4, 5],
         [key_of("a"), key_of("b")],
         [None, key_of("a")],
@@ -235,70 +279,8 @@ def test_moves_made_by_columns_are_moves() -> None:
     ]
     assert all(type(move) is Move for move in made)
     assert pickle.loads(pickle.dumps(made)) == made
-
-
-# -- adopting --------------------------------------------------------------------------------------
-
-
-def adopted(pages: list[StoredPage], at_once: int) -> tuple[Planner, set[int]]:
-    pool = SlotPool(64)
-    for page in pages:
-        pool.reserve_exact(page.slot)
-    planner = Planner({HOST: SlotPool(2), DISK: pool}, {HOST: 2, DISK: 64})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner_module, "_ADOPTED_AT_ONCE", at_once)
-        if at_once == 1:
-            patch.setattr(Index, "restore", lambda *columns: False)
-        orphans = planner.adopt(DISK, iter(pages))
-    assert planner.index.check(lambda: True) == []
-    assert pool.used == len(pages) - len(orphans) == planner.index.by_name[DISK].resident
-    assert planner.room.free_pages[DISK] == 64 - pool.used
-    return planner, set(orphans)
-
-
-@settings(max_examples=120, deadline=None, derandomize=True, database=None)
-@given(
-    parents=st.lists(st.integers(-1, 40), max_size=40),
-    at_once=st.integers(2, 50),
-    lost=st.sets(st.integers(0, 39), max_size=3),
-    seed=st.none() | st.integers(0, 99),
-)
-def test_pages_adopted_in_whole_columns_are_those_adopted_one_by_one(
-    parents: list[int], at_once: int, lost: set[int], seed: int | None
-) -> None:
-    """In the order in which they were written, or in any; some parents are gone."""
-    pages = [
-        StoredPage(key_of(at), key_of(parent % at) if at and parent >= 0 else None, at)
-        for at, parent in enumerate(parents)
-    ]
-    pages = [page for page in pages if page.slot not in lost]
-    if seed is not None:
-        Random(seed).shuffle(pages)
-    (ours, orphans), (plain, expected) = adopted(pages, at_once), adopted(pages, 1)
-    assert orphans == expected
-    disk = [planner.index.by_name[DISK] for planner in (ours, plain)]
-    found = [
-        {index.key(page): (index.parent_key(page), tier.slot[page]) for page in index}
-        for index, tier in zip((ours.index, plain.index), disk, strict=True)
-    ]
-    assert found[0] == found[1]
-    assert set(found[0]) == {page.key for page in pages if page.slot not in orphans}
-    order = [p.index.keys(p.index.victims(p.index.by_name[DISK], 99)) for p in (ours, plain)]
-    if seed is None:
-        assert order[0] == order[1]
-    else:
-        assert set(order[0]) == set(order[1])
-
-
-def test_pages_are_adopted_beside_those_that_are_known() -> None:
-    """Into an index that has had pages, and given some up, none is taken for another."""
-    planner, _ = adopted([StoredPage(key_of("a"), None, 0), StoredPage(key_of("b"), None, 1)], 9)
-    disk = planner.index.by_name[DISK]
-    planner.room.free(DISK, planner.index.evict(disk, [planner.index.find(key_of("b"))]))
-    slots = planner.room.reserve_free(DISK, 2)
-    more = [StoredPage(key_of("c"), key_of("a"), slots[0]), StoredPage(key_of("d"), None, slots[1])]
-    planner.room.free_pages[DISK] += 2  # adopt() counts what the tier held already
-    assert planner.adopt(DISK, more) == []
-    assert planner.index.keys(planner.index.match(chain("a", "c"))) == list(chain("a", "c"))
-    assert planner.index.check(lambda: True) == []
-    assert planner.index.why_missing(key_of("b")) == "evicted"
+    assert made[-1] == list(made)[1] and made[1:] == list(made)[1:]
+    assert made.where([False, True]) == list(made)[1:]
+    assert tuple(made[:1]) + made[1:] == made[:1] + tuple(made[1:]) == tuple(made)
+    with pytest.raises(IndexError):
+        made[2]

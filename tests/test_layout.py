@@ -17,13 +17,13 @@ LEVELS: tuple[frozenset[str], ...] = tuple(
     for level in (
         "errors slots columns",
         "keys config model_config",
-        "layout",
+        "layout found",
         "policy kernels",
-        "tier_index storage",
+        "tier_index page_ids storage",
         "index",
         "plan streams",
         "books",
-        "room counters transfer orders manifest",
+        "room counters transfer orders manifest jobs",
         "ledger",
         "planner",
         "mover decider",
@@ -51,6 +51,8 @@ DECIDES = {
     "orders",
     "slots",
     "columns",
+    "found",
+    "page_ids",
 }
 DECIDES |= {"layout", "model_config", "config", "errors"}
 ENGINES = {"transformers", "vllm", "sglang"}

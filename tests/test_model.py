@@ -272,7 +272,7 @@ class StoreMachine(RuleBasedStateMachine):
         index = self.store._planner.index
         return [
             (key, index.last_use_of[page], [(t.state[page], t.slot[page]) for t in index.tiers])
-            for key, page in sorted(index._ids.items())
+            for key, page in sorted((index.key(page), page) for page in index)
         ]
 
     @invariant()

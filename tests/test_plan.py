@@ -10,8 +10,9 @@ import pytest
 from contracts import key_of
 from plan_rig import PlannerRig, chain
 
+from tiered_kv.found import FoundPages, StoredPage
 from tiered_kv.plan import DISK, HBM, HOST, LOAD_ALL, MISS_REASONS, Gate, Move, Plan
-from tiered_kv.planner import Planner, StoredPage
+from tiered_kv.planner import Planner
 from tiered_kv.slots import SlotPool
 
 # -- what is worth loading -------------------------------------------------------------------------
@@ -571,7 +572,7 @@ def adopting(pages: list[StoredPage]) -> tuple[Planner, SlotPool, list[int]]:
     for page in pages:
         pool.reserve_exact(page.slot)
     planner = Planner({HOST: SlotPool(2), DISK: pool}, {HOST: 2, DISK: 8})
-    return planner, pool, planner.adopt(DISK, pages)
+    return planner, pool, planner.adopt(DISK, FoundPages.of(pages))
 
 
 def test_pages_found_on_disk_can_hit_at_once() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -22,29 +21,51 @@ from store_rig import (
 import tiered_kv.run
 import tiered_kv.store
 from tiered_kv.storage.disk import DiskTier
+from tiered_kv.streams import Event
 
 
-def test_batches_of_one_load_are_read_at_the_same_time(
+def test_batches_of_one_load_are_begun_before_the_first_has_ended(
     open_store: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One after the other, the device had nothing to do while a batch was verified."""
     monkeypatch.setattr(tiered_kv.run, "LOAD_BATCH_BYTES", PAGE_BYTES)
+    monkeypatch.setattr(tiered_kv.run, "LOADS_AHEAD", 2)
     store = open_store()
-    keys = chain(store, 3)
+    keys = chain(store, 5)
     put_on_disk_alone(store, keys)
-    together = threading.Barrier(3, timeout=PATIENCE_S)
-    real = DiskTier.read
+    store._mover.disk = store.own_disk  # those around it read one batch after the other
+    events: list[str] = []
+    real, numbers = DiskTier.begin_read, iter(range(5))
 
-    def read(self: DiskTier, slots: Sequence[int], into: Any) -> Any:
-        together.wait()
-        return real(self, slots, into)
+    def begin_read(self: DiskTier, slots: Sequence[int], into: Any) -> Any:
+        number, end = next(numbers), real(self, slots, into)
+        events.append(f"begin {number}")
 
-    monkeypatch.setattr(DiskTier, "read", read)
-    assert store.prefetch(keys).wait(PATIENCE_S) == 3
+        def ended() -> Any:
+            events.append(f"end {number}")
+            return end()
+
+        return ended
+
+    monkeypatch.setattr(DiskTier, "begin_read", begin_read)
+    assert store.prefetch(keys).wait(PATIENCE_S) == 5  # all are queued under the store's lock
     monkeypatch.undo()
-    assert len(get_pages(store, keys)) == 3
+    whole = "begin 0, begin 1, begin 2, end 0, begin 3, end 1, begin 4, end 2, end 3, end 4"
+    assert ", ".join(events) == whole
+    assert len(get_pages(store, keys)) == 5
     settle(store)
     assert store._mover._loads == [0] * len(store._mover.load_streams)
+
+
+def test_a_small_load_does_not_queue_behind_a_long_one(
+    open_store: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiered_kv.run, "LOAD_BATCH_BYTES", PAGE_BYTES)
+    mover = open_store()._mover
+    with mover.lock:
+        streams = [mover.loader(Event()) for _ in range(10)]
+    first, second = mover.load_streams
+    assert streams == [first] * 8 + [second] * 2
 
 
 def test_loads_at_once_share_the_time_they_take(

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
 import torch
 
-from tiered_kv.streams import Event, Stream, ThreadStream, caller_event, open_stream, when_all
+from tiered_kv.streams import (
+    Event,
+    HalvesStream,
+    Stream,
+    ThreadStream,
+    Work,
+    caller_event,
+    open_stream,
+    when_all,
+)
 
 PATIENCE_S = 30.0  # a test that waits so long has found a hang
 
@@ -243,6 +252,95 @@ def test_a_record_fires_when_what_was_queued_before_it_is_done(stream: Stream) -
     gate.set()
     assert mark.wait(PATIENCE_S)
     assert done == ["done"]
+
+
+# -- work in halves --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def halves() -> Iterator[HalvesStream]:
+    stream = HalvesStream("under-test")
+    yield stream
+    stream.close()
+
+
+class Diary:
+    """Work in halves that notes when each half is done."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def halves(self, number: int) -> Callable[[], Work]:
+        def begin() -> Work:
+            self.events.append(f"begin {number}")
+            return lambda: self.events.append(f"end {number}")
+
+        return begin
+
+
+def test_the_next_halves_begin_before_the_first_has_ended(halves: HalvesStream) -> None:
+    diary, gate = Diary(), threading.Event()
+    halves.submit(lambda: assert_set(gate))
+    done = [halves.submit_halves(diary.halves(number), 1) for number in range(4)]
+    gate.set()
+    assert all(event.wait(PATIENCE_S) for event in done)
+    wanted = "begin 0, begin 1, end 0, begin 2, end 1, begin 3, end 2, end 3"
+    assert ", ".join(diary.events) == wanted
+
+
+def test_halves_end_when_nothing_else_is_queued(halves: HalvesStream) -> None:
+    diary = Diary()
+    assert halves.submit_halves(diary.halves(0), 8).wait(PATIENCE_S)
+    assert diary.events == ["begin 0", "end 0"]
+
+
+def test_work_in_one_piece_comes_when_all_that_was_begun_has_ended(halves: HalvesStream) -> None:
+    diary, gate = Diary(), threading.Event()
+    halves.submit(lambda: assert_set(gate))
+    for number in range(2):
+        halves.submit_halves(diary.halves(number), 8)
+    seen: list[list[str]] = []
+    done = halves.submit(lambda: seen.append(list(diary.events)))
+    gate.set()
+    assert done.wait(PATIENCE_S)
+    assert seen == [["begin 0", "begin 1", "end 0", "end 1"]]
+
+
+def test_halves_wait_for_their_events(halves: HalvesStream) -> None:
+    diary, event = Diary(), Event()
+    late = halves.submit_halves(diary.halves(0), 1, [event])
+    assert halves.submit_halves(diary.halves(1), 1).wait(PATIENCE_S)
+    assert not late.is_fired
+    event.fire()
+    assert late.wait(PATIENCE_S)
+    assert diary.events == ["begin 1", "end 1", "begin 0", "end 0"]
+
+
+def test_a_half_that_breaks_ends_neither_the_stream_nor_those_who_wait(
+    halves: HalvesStream, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken() -> Work:
+        raise RuntimeError("the first half")
+
+    def breaks() -> None:
+        raise RuntimeError("the second half")
+
+    assert halves.submit_halves(broken, 1).wait(PATIENCE_S)
+    assert halves.submit_halves(lambda: breaks, 1).wait(PATIENCE_S)
+    halves.synchronize()
+    said = [str(record.exc_info[1]) for record in caplog.records if record.exc_info]
+    assert said == ["the first half", "the second half"]
+
+
+def test_close_ends_all_that_was_begun() -> None:
+    diary, gate = Diary(), threading.Event()
+    halves = HalvesStream("under-test")
+    halves.submit(lambda: assert_set(gate))
+    for number in range(3):
+        halves.submit_halves(diary.halves(number), 8)
+    gate.set()
+    halves.close()
+    assert diary.events[3:] == ["end 0", "end 1", "end 2"]
 
 
 def test_close_finishes_what_is_queued() -> None:

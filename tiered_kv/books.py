@@ -21,10 +21,10 @@ class Books(Protocol):
     def arriving(self, moves: Sequence[Move]) -> Sequence[Move]:
         """Moves into one tier: those whose target slots are promised, not a caller's own."""
 
-    def possible(self, moves: Sequence[Move]) -> list[Move]:
+    def possible(self, moves: Sequence[Move]) -> Sequence[Move]:
         """Those that, what they waited for being over, have their source and target slots."""
 
-    def durable(self, moves: Sequence[Move]) -> list[Move]:
+    def durable(self, moves: Sequence[Move]) -> Sequence[Move]:
         """The writes that leave disk prefix-closed: their parents are there, or go before them."""
 
     def arrived_all(self, moves: Sequence[Move]) -> None:

@@ -4,8 +4,22 @@ from __future__ import annotations
 
 import mmap
 from array import array
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
 
 FIRST_PAGES = 4096
+FEW = 96
+"""Fewer pages than that are gone through one by one.
+
+A step on a column of 1,024 pages takes 60 us as a loop and 25 by numpy, most of it for `numbers`,
+once for several steps. Alone both take 2 us at 32 pages; but in a store, where other work has
+emptied the caches in between, numpy is the faster one from about a hundred on (Python 3.11, numpy
+2.4, Xeon 2.8 GHz, 2026-11).
+"""
+
+Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def column(typecode: str, pages: int = FIRST_PAGES) -> memoryview[int]:
@@ -25,3 +39,13 @@ def longer(old: memoryview[int], pages: int) -> memoryview[int]:
     new = column(old.format, pages)
     new[: len(old)] = old
     return new
+
+
+def numbers(pages: Collection[int]) -> Array:
+    """Pages as an array that columns are indexed with: 20 ns a page, half of `np.array`."""
+    return np.fromiter(pages, np.intp, len(pages))
+
+
+def array_of(column: memoryview[int]) -> Array:
+    """The same column for numpy; 0.3 us. Not to be kept: the column moves as it grows."""
+    return np.frombuffer(column, column.format)

@@ -46,7 +46,7 @@ class StoreConfig(BaseModel):
         gt=0,
         description="seconds after which a load is given up as a miss; none: wait",
     )
-    io_threads: int = Field(default=4, ge=1, le=64, description="threads that read the disk")
+    io_threads: int = Field(default=4, ge=1, le=64, description="reads under way at once")
     min_load_tokens: int = Field(
         default=0, ge=0, description="a stored prefix shorter than this is recomputed, not loaded"
     )

@@ -14,11 +14,12 @@ from typing import NamedTuple
 
 from tiered_kv.counters import Counters, StoreStats
 from tiered_kv.errors import ConfigError
+from tiered_kv.found import FoundPages, StoredPage
 from tiered_kv.index import OnChange
 from tiered_kv.keys import KeyChain, PageKey
 from tiered_kv.orders import Job, JobEnd, JobKind, Order, RankFacts, Report
 from tiered_kv.plan import DISK, HOST, LOAD_ALL, Gate, Move, Plan
-from tiered_kv.planner import Planner, StoredPage
+from tiered_kv.planner import Planner
 from tiered_kv.slots import SlotPool
 
 
@@ -138,7 +139,7 @@ class Decider:
             StoredPage(key, parent, slot)
             for (key, parent), slot in zip(common, slots, strict=False)  # more than fit: dropped
         ]
-        orphans = set(self._planner.adopt(DISK, pages))
+        orphans = set(self._planner.adopt(DISK, FoundPages.of(pages)))
         return tuple((page.key, page.slot) for page in pages if page.slot not in orphans)
 
     # -- questions ---------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ import numpy as np
 
 from tiered_kv.counters import Counters, StoreStats
 from tiered_kv.errors import CorruptPageError, StoreClosedError, TieredKVError
+from tiered_kv.found import FoundPages
 from tiered_kv.index import Index, TierState
 from tiered_kv.keys import PageKey
 from tiered_kv.plan import DISK
@@ -27,7 +28,6 @@ from tiered_kv.room import Room
 from tiered_kv.storage.base import PageBuffer
 from tiered_kv.storage.disk import DiskTier
 from tiered_kv.storage.disk.parts import PartedPage
-from tiered_kv.storage.disk.records import StoredPage
 
 PageBytes: TypeAlias = "PageBuffer | memoryview | Sequence[PageBuffer | memoryview]"
 """A page as a caller has it: one contiguous row of bytes, or parts that follow one another."""
@@ -80,7 +80,7 @@ class DiskStore:
         self._under_way = 0
         self._is_closed = False
         self._complained_at = -_QUIET_S
-        self._adopt(tier.pages())
+        self._adopt(tier.found())
 
     @classmethod
     def open(
@@ -261,15 +261,10 @@ class DiskStore:
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _adopt(self, found: Iterable[StoredPage]) -> None:
-        """Take over what the directory holds, oldest first; a lost parent is no parent."""
-        for stored in found:
-            self._room.claim(DISK, 1)
-            parent = -1 if stored.parent is None else self._index.find(stored.parent)
-            (page,) = self._index.add([stored.key], parent)
-            self._index.begin(self._disk, [page], [stored.slot])
-            self._index.finish(self._disk, [page])
-            self._index.touch([page])
+    def _adopt(self, found: FoundPages) -> None:
+        """Take over what the directory holds; a lost parent is no parent."""
+        self._room.claim(DISK, len(found))
+        self._index.restore(self._disk, found.uprooted())
 
     def _require_open(self) -> None:
         if self._is_closed:

@@ -11,14 +11,15 @@ hole; as soon as the page is computed and put again they can, for a key stands f
 
 from __future__ import annotations
 
-from array import array
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from tiered_kv.columns import FIRST_PAGES
+from tiered_kv.columns import FEW, FIRST_PAGES, array_of, numbers
+from tiered_kv.found import FoundPages
 from tiered_kv.keys import PageKey
+from tiered_kv.page_ids import PageIds
 from tiered_kv.tier_index import ABSENT, ARRIVING, RESIDENT, Nodes, TierIndex, TierState
 
 __all__ = ["GHOST_PAGES", "Index", "OnChange", "TierIndex", "TierState"]
@@ -68,7 +69,7 @@ class Index(Nodes):
         super().__init__()
         self.tiers = tuple(TierIndex(name, policy, self) for name in tiers)
         self.by_name = {tier.name: tier for tier in self.tiers}
-        self._ids: dict[PageKey, int] = {}
+        self._ids = PageIds()
         self._keys: list[PageKey | None] = []
         self._free_ids: list[int] = []
         self._nowhere: set[int] = set()  # pages that no tier has or awaits: holes, and new ones
@@ -77,15 +78,17 @@ class Index(Nodes):
         self.on_change: OnChange | None = None
 
     def __len__(self) -> int:
-        return len(self._ids)
+        return len(self._keys) - len(self._free_ids)
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._ids.values())
+        return (page for page, key in enumerate(self._keys) if key is not None)
 
     # -- questions ---------------------------------------------------------------------------------
 
     def find(self, key: PageKey) -> int:
         """The page of a key, or -1."""
+        if self._ids.sleeps:
+            self._ids.rouse([key])
         return self._ids.get(key, -1)
 
     def key(self, page: int) -> PageKey:
@@ -103,7 +106,7 @@ class Index(Nodes):
         """The keys of pages."""
         return list(map(self._keys.__getitem__, pages))  # type: ignore[arg-type]
 
-    def parent_keys(self, pages: Iterable[int]) -> list[PageKey | None]:
+    def parent_keys(self, pages: Sequence[int]) -> list[PageKey | None]:
         """For each page the key before its own, or None for the first of a prompt."""
         keys, parents = self._keys, map(self.parent_of.__getitem__, pages)
         return [keys[parent] if parent >= 0 else None for parent in parents]
@@ -114,14 +117,18 @@ class Index(Nodes):
 
     def match(self, keys: Sequence[PageKey]) -> list[int]:
         """Pages of the longest prefix that is in some tier, or arriving; changes nothing."""
+        if self._ids.sleeps:
+            self._ids.rouse(keys)
         pages = list(iter(map(self._ids.get, keys).__next__, None))  # 85 ns a page; a loop: 125
         if self._nowhere:
             cut = (at for at, page in enumerate(pages) if page in self._nowhere)
             del pages[next(cut, len(pages)) :]
         return pages
 
-    def knows(self, keys: Iterable[PageKey]) -> list[bool]:
+    def knows(self, keys: Sequence[PageKey]) -> list[bool]:
         """For each key whether there is a node of it, be its page in a tier or not."""
+        if self._ids.sleeps:
+            self._ids.rouse(keys)
         return list(map(self._ids.__contains__, keys))
 
     def sources(self, pages: Sequence[int]) -> list[str]:
@@ -169,12 +176,8 @@ class Index(Nodes):
 
     def touch(self, pages: Sequence[int]) -> None:
         """Mark the pages of one request as used now, the deepest as the oldest."""
-        self._clock = clock = self._clock + len(pages)
-        last_use_of, hits_of = self.last_use_of, self.hits_of
-        for page in pages:
-            last_use_of[page] = clock
-            hits_of[page] += 1
-            clock -= 1
+        self._clock += len(pages)
+        self.use(pages, self._clock)
         for tier in self.tiers:
             tier.policy.touch(pages)
 
@@ -193,21 +196,18 @@ class Index(Nodes):
         """Logical time that a hint adds to a page's last use."""
         return self.favours.get(page, 0)
 
-    def pin(self, tier: TierIndex, pages: Iterable[int]) -> None:
+    def pin(self, tier: TierIndex, pages: Sequence[int]) -> None:
         """Keep pages in a tier until `unpin`."""
-        pins = tier.pins
-        for page in pages:
-            pins[page] += 1
+        tier.pin(pages)
 
-    def unpin(self, tier: TierIndex, pages: Iterable[int]) -> list[int]:
+    def unpin(self, tier: TierIndex, pages: Sequence[int]) -> list[int]:
         """Take pins back. Returns the slots to free of condemned copies that waited for that."""
-        pins, free = tier.pins, []
-        for page in pages:
-            left = pins[page] - 1
-            assert left >= 0, "a pin is taken back twice"
-            pins[page] = left
-            if not left and (tier.doomed or self._nowhere):
-                free += self._let_go(tier, page)
+        tier.unpin(pages)
+        free: list[int] = []
+        if tier.doomed or self._nowhere:
+            for page in pages:
+                if not tier.pins[page]:
+                    free += self._let_go(tier, page)
         return free
 
     def _let_go(self, tier: TierIndex, page: int) -> list[int]:
@@ -224,62 +224,51 @@ class Index(Nodes):
         A new page is nowhere yet: begin() it in a tier, or forget() it, before anything else is
         decided.
         """
-        pages: list[int] = []
-        for key in keys:
-            page = self._ids.get(key, -1)
+        ids = self._ids
+        if ids.sleeps:
+            ids.rouse(keys)
+        pages = list(iter(map(ids.get, keys).__next__, None))  # as in `match`
+        unknown = keys[len(pages) :]
+        parent = pages[-1] if pages else parent
+        if len(set(unknown)) == len(unknown) and ids.keys().isdisjoint(unknown):
+            return pages + self._new_pages(unknown, parent) if unknown else pages
+        for key in unknown:
+            page = ids.get(key, -1)
             if page < 0:
-                page = self._new_page(key, parent)
+                (page,) = self._new_pages([key], parent)
             pages.append(page)
             parent = page
         return pages
 
-    def restore(
-        self,
-        tier: TierIndex,
-        keys: Sequence[PageKey],
-        parents: Sequence[PageKey | None],
-        slots: Sequence[int],
-    ) -> bool:
-        """Resident pages from an earlier run, the least recently used first, in whole columns.
+    def restore(self, tier: TierIndex, found: FoundPages) -> None:
+        """Take over pages that are resident in a tier from an earlier run, all at once.
 
-        Returns False, and nothing has changed, unless all of them are new and their parents known
-        or among them: then `add`, `begin`, `finish` and `touch` them, a call a page.
+        Only an index that never had a page can, and every parent must be among them. The page of a
+        key is its row. Keeps `found.keys`.
         """
-        first, n = len(self._keys), len(keys)
-        new = dict(zip(keys, range(first, first + n), strict=True))
-        ids = self._ids
-        if len(new) < n or not ids.keys().isdisjoint(new):
-            return False
-        ids.update(new)
-        above = array("i", [-1 if key is None else ids.get(key, -2) for key in parents])
-        if n and min(above) == -2:
-            for key in keys:
-                del ids[key]
-            return False
-        while first + n > len(self.parent_of):
-            self.grow(2 * len(self.parent_of))
-        self._keys += keys
-        here = slice(first, first + n)
-        self.parent_of[here] = above
-        self.last_use_of[here] = array("q", range(self._clock + 1, self._clock + 1 + n))
-        self._clock += n
-        self.hits_of[here] = array("I", [1]) * n
+        assert not self._keys, "pages are restored into an empty index"
+        count = len(found)
+        if not count:
+            return
+        self._keys = found.keys  # type: ignore[assignment]  # none is None yet
+        self._ids.restore(self._keys, found.beginnings)
+        self.grow(max(FIRST_PAGES, 2 * count))
+        array_of(self.parent_of)[:count] = found.parent
+        array_of(self.last_use_of)[:count] = found.rank + 1
+        self._clock = int(found.rank.max()) + 1
+        array_of(self.hits_of)[:count] = 1
         for other in self.tiers:
-            other.slot[here] = array("i", [-1]) * n
-        tier.slot[here] = array("i", slots)
-        tier.state[here] = bytes([RESIDENT]) * n
-        for parent, children in Counter(above).items():
-            if parent >= 0:
-                self.children_of[parent] += children
-                tier.children[parent] += children
-        tier.resident += n
-        tier.policy.insert(range(first, first + n))
-        self._tell(tier, range(first, first + n), True)
-        for key in keys if self._ghosts else ():
-            self._ghosts.pop(key, None)
-        return True
+            array_of(other.slot)[:count] = -1
+        array_of(tier.slot)[:count] = found.slot
+        array_of(tier.state)[:count] = RESIDENT
+        children = np.bincount(found.parent + 1, minlength=count + 1)[1:]
+        array_of(self.children_of)[:count] = children
+        array_of(tier.children)[:count] = children
+        tier.resident = count
+        tier.policy.fill(range(count))
+        self._tell(tier, range(count), True)
 
-    def forget(self, pages: Iterable[int]) -> None:
+    def forget(self, pages: Collection[int]) -> None:
         """Drop those of the pages that are nowhere, held by nobody and parent of none.
 
         Then those above them that only they kept.
@@ -287,13 +276,15 @@ class Index(Nodes):
         nowhere = self._nowhere
         if not nowhere:
             return
+        if len(pages) >= FEW and self._forget_all(pages):
+            return
         children_of, parent_of, keys, ids = self.children_of, self.parent_of, self._keys, self._ids
         is_held = self._is_held
         for page in pages:
             while page in nowhere and not children_of[page] and not is_held(page):
                 nowhere.remove(page)
                 parent = parent_of[page]
-                del ids[keys[page]]  # type: ignore[arg-type]
+                ids.pop(keys[page], None)  # type: ignore[arg-type]
                 keys[page] = None
                 if self.favours:
                     self.favours.pop(page, None)
@@ -302,6 +293,34 @@ class Index(Nodes):
                     children_of[parent] -= 1
                 page = parent
 
+    def _forget_all(self, pages: Collection[int]) -> bool:
+        """`forget` in columns: of pages, each once, that hang together and are all to be dropped.
+
+        Returns False, and nothing has changed, where one of them must stay.
+        """
+        at = numbers(pages)
+        held = any(array_of(tier.pins)[at].any() or tier.doomed for tier in self.tiers)
+        if held or not self._nowhere.issuperset(pages):
+            return False
+        parents = array_of(self.parent_of)[at]
+        parents = parents[parents >= 0]
+        children = array_of(self.children_of)
+        np.subtract.at(children, parents, np.int32(1))
+        if children[at].any():  # of others, that stay
+            np.add.at(children, parents, np.int32(1))
+            return False
+        self._nowhere.difference_update(pages)
+        keys, ids = self._keys, self._ids
+        for page in pages:
+            ids.pop(keys[page], None)  # type: ignore[arg-type]
+            keys[page] = None
+        if self.favours:
+            for page in pages:
+                self.favours.pop(page, None)
+        self._free_ids += pages
+        self.forget({*parents[children[parents] == 0].tolist()} & self._nowhere)
+        return True
+
     def _is_held(self, page: int) -> bool:
         """Whether somebody reads, or would write, a copy that does not count."""
         for tier in self.tiers:  # noqa: SIM110 - any() costs 0.4 us more
@@ -309,27 +328,16 @@ class Index(Nodes):
                 return True
         return False
 
-    def begin(self, tier: TierIndex, pages: Sequence[int], slots: Iterable[int]) -> None:
+    def begin(self, tier: TierIndex, pages: Sequence[int], slots: Sequence[int]) -> None:
         """Pages are on their way into slots of the tier, one each."""
-        state, slot_of, children, parent_of = tier.state, tier.slot, tier.children, self.parent_of
-        for page, slot in zip(pages, slots, strict=True):
-            assert state[page] == ABSENT
-            state[page] = ARRIVING
-            slot_of[page] = slot
-            parent = parent_of[page]
-            if parent >= 0:
-                children[parent] += 1
+        tier.begin(pages, slots)
         assert not tier.doomed or tier.doomed.keys().isdisjoint(pages)
         if self._nowhere:
             self._nowhere.difference_update(pages)
 
     def finish(self, tier: TierIndex, pages: Sequence[int]) -> None:
         """Pages have arrived and are verified."""
-        state = tier.state
-        for page in pages:
-            assert state[page] == ARRIVING
-            state[page] = RESIDENT
-        tier.resident += len(pages)
+        tier.finish(pages)
         tier.policy.insert(pages)
         self._tell(tier, pages, True)
 
@@ -343,9 +351,7 @@ class Index(Nodes):
         """Pages leave the tier, children first. Returns their slots: the caller's to free."""
         if not pages:
             return []
-        state, pins = tier.state, tier.pins
-        for page in pages:
-            assert state[page] == RESIDENT and not pins[page]
+        assert tier.may_leave(pages)
         tier.resident -= len(pages)
         self._tell(tier, pages, False)
         return self._leave(tier, pages, reason)
@@ -368,52 +374,58 @@ class Index(Nodes):
                 self.on_change(tier.name, self.key(page), is_there)
 
     def _leave(self, tier: TierIndex, pages: Sequence[int], reason: str) -> list[int]:
-        state, slot_of, children, parent_of = tier.state, tier.slot, tier.children, self.parent_of
-        slots = [slot_of[page] for page in pages]
-        for page in pages:
-            state[page] = ABSENT
-            slot_of[page] = -1
-            parent = parent_of[page]
-            if parent >= 0:
-                children[parent] -= 1
+        slots = tier.leave(pages)
         tier.policy.remove(pages)
-        gone = list(pages)
-        for other in self.tiers:
-            held = other.state
-            gone = [page for page in gone if not held[page]]
-        self._nowhere.update(gone)
-        self._remember(self.keys(gone), reason)
-        self.forget(gone)
+        gone = self._in_no_tier(pages)
+        if gone:
+            self._nowhere.update(gone)
+            self._remember(self.keys(gone), reason)
+            self.forget(gone)
         return slots
+
+    def _in_no_tier(self, pages: Sequence[int]) -> list[int]:
+        if len(pages) < FEW:
+            gone = list(pages)
+            for tier in self.tiers:
+                state = tier.state
+                gone = [page for page in gone if not state[page]]
+            return gone
+        left = numbers(pages)
+        for tier in self.tiers:
+            left = left[array_of(tier.state)[left] == ABSENT]
+        found: list[int] = left.tolist()
+        return found
 
     def _remember(self, keys: Sequence[PageKey], reason: str) -> None:
         ghosts = self._ghosts
-        for key in keys:
-            ghosts[key] = reason
-            ghosts.move_to_end(key)
-        while len(ghosts) > GHOST_PAGES:
+        for key in list(filter(ghosts.__contains__, keys)):
+            del ghosts[key]  # to stand at the end again
+        ghosts.update(dict.fromkeys(keys, reason))
+        for _ in range(len(ghosts) - GHOST_PAGES):
             ghosts.popitem(last=False)
 
-    def _new_page(self, key: PageKey, parent: int) -> int:
-        if self._free_ids:
-            page = self._free_ids.pop()
-            self._keys[page] = key
-            self.parent_of[page] = parent
-            self.hits_of[page] = 0
-        else:
-            page = len(self._keys)
-            if page == len(self.parent_of):
-                self.grow(max(FIRST_PAGES, 2 * page))
-            self._keys.append(key)
-            self.parent_of[page] = parent
+    def _new_pages(self, keys: Sequence[PageKey], parent: int) -> list[int]:
+        """Pages for keys that are unknown, each once; each hangs from the one before."""
+        free, known = self._free_ids, self._keys
+        pages = free[: -len(keys) - 1 : -1]  # the last to become free first
+        del free[len(free) - len(pages) :]
+        for page, key in zip(pages, keys, strict=False):
+            known[page] = key
+        first, missing = len(known), len(keys) - len(pages)
+        if missing:
+            while first + missing > len(self.parent_of):
+                self.grow(2 * len(self.parent_of))
+            known += keys[len(pages) :]
             for tier in self.tiers:
-                tier.slot[page] = -1
-        self._ids[key] = page
-        self._nowhere.add(page)
-        self._ghosts.pop(key, None)
-        if parent >= 0:
-            self.children_of[parent] += 1
-        return page
+                array_of(tier.slot)[first : first + missing] = -1
+            pages += range(first, first + missing)
+        self.hang(pages, parent)
+        self._ids.update(zip(keys, pages, strict=True))
+        self._nowhere.update(pages)
+        if self._ghosts:
+            for key in list(filter(self._ghosts.__contains__, keys)):
+                del self._ghosts[key]
+        return pages
 
     def grow(self, pages: int) -> None:
         """Room for `pages` pages in all."""

@@ -6,7 +6,17 @@ from collections.abc import Iterable, Sequence
 
 from tiered_kv.index import Index
 from tiered_kv.keys import PageKey
-from tiered_kv.plan import DISK, HBM, HOST, Move, Plan
+from tiered_kv.plan import (
+    DISK,
+    HBM,
+    HOST,
+    Move,
+    Moves,
+    Plan,
+    pages_of,
+    target_slots_of,
+    where,
+)
 from tiered_kv.room import Room
 from tiered_kv.tier_index import ARRIVING, RESIDENT
 
@@ -47,7 +57,7 @@ class Ledger:
     def arrived_all(self, moves: Sequence[Move]) -> None:
         """As `arrived`, for moves that all go into one tier."""
         if moves and moves[0].target in self.index.by_name:
-            pages = [move.page for move in self.arriving(moves)]
+            pages = pages_of(self.arriving(moves))
             self.index.finish(self.index.by_name[moves[0].target], pages)
 
     def failed(self, move: Move, reason: str = "failed") -> None:
@@ -73,12 +83,7 @@ class Ledger:
         tier = self.index.by_name.get(moves[0].target) if moves else None
         if tier is None:
             return []
-        slot, state = tier.slot, tier.state
-        return [
-            move
-            for move in moves
-            if state[move.page] == ARRIVING and slot[move.page] == move.target_slot
-        ]
+        return where(moves, tier.have(ARRIVING, pages_of(moves), target_slots_of(moves)))
 
     def is_possible(self, move: Move) -> bool:
         """Whether, what it waited for being over, a move has its source and its target slot."""
@@ -91,31 +96,39 @@ class Ledger:
             return tier.is_resident(move.page)
         return move.source == HBM and move.target == HOST  # from a slot that was the caller's own
 
-    def possible(self, moves: Sequence[Move]) -> list[Move]:
+    def possible(self, moves: Sequence[Move]) -> Sequence[Move]:
         """Those of the moves for which `is_possible` holds."""
-        by_name, is_possible = self.index.by_name, self.is_possible
-        good = []
-        for move in moves:
-            tier = by_name.get(move.source)
-            if tier is None or move.after >= 0 or tier.slot[move.page] != move.source_slot:
-                if is_possible(move):
-                    good.append(move)
-            elif tier.state[move.page] == RESIDENT:  # nearly all: written out, half the time
-                good.append(move)
-        return good
+        return where(moves, self._are_possible(moves))
 
-    def durable(self, moves: Sequence[Move]) -> list[Move]:
+    def _are_possible(self, moves: Sequence[Move]) -> list[bool]:
+        tier = self.index.by_name.get(moves.source) if isinstance(moves, Moves) else None
+        if tier is None or not isinstance(moves, Moves):
+            return [self.is_possible(move) for move in moves]
+        is_there = tier.have(RESIDENT, moves.pages, moves.source_slots)
+        if all(is_there) and max(moves.after) < 0:  # nearly always
+            return is_there
+        return [
+            (is_sure and move.after < 0) or self.is_possible(move)
+            for is_sure, move in zip(is_there, moves, strict=True)
+        ]
+
+    def durable(self, moves: Sequence[Move]) -> Sequence[Move]:
         """The writes that leave disk prefix-closed: their parents are there, or go before them."""
         assert self._disk is not None
-        good: list[Move] = []
+        if isinstance(moves, Moves) and True not in moves.leaves:
+            have_source = self._are_possible(moves)
+        else:
+            have_source = [move.leaves or self.is_possible(move) for move in moves]
         going: set[int] = {-1}
-        for move in moves:
-            parent = self.index.parent_of[move.page]
-            has_source = move.leaves or self.is_possible(move)
-            if has_source and (parent in going or self._disk.is_resident(parent)):
-                going.add(move.page)
-                good.append(move)
-        return good
+        parent_of, on_disk = self.index.parent_of, self._disk.state
+        good = []
+        for page, has_source in zip(pages_of(moves), have_source, strict=True):
+            parent = parent_of[page]
+            is_good = has_source and (parent in going or on_disk[parent] == RESIDENT)
+            if is_good:
+                going.add(page)
+            good.append(is_good)
+        return where(moves, good)
 
     def _restore(self, move: Move) -> None:
         """A demotion failed: the page is back in the slot it was leaving.
@@ -154,11 +167,11 @@ class Ledger:
         if self._hbm is not None:
             self.room.free(HBM, plan.spare_slots)
 
-    def release(self, pages: Iterable[int]) -> None:
+    def release(self, pages: Sequence[int]) -> None:
         """End the lease of pages that a get() brought into HBM."""
         self._unpin(HBM, pages)
 
-    def _unpin(self, tier: str, pages: Iterable[int]) -> None:
+    def _unpin(self, tier: str, pages: Sequence[int]) -> None:
         self.room.free(tier, self.index.unpin(self.index.by_name[tier], pages))
 
     def carry_out(self, plan: Plan) -> Plan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from array import array
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from tiered_kv.errors import TieredKVError, TierIOError
 from tiered_kv.keys import PageKey
@@ -59,6 +59,12 @@ class DiskSlots:
     def read(self, slots: Sequence[int], into: Sequence[PageBuffer]) -> list[TieredKVError | None]:
         """As `Tier.read`, of slots that `has` said yes to."""
         return self._tier.read([self._local[slot] for slot in slots], into)
+
+    def begin_read(
+        self, slots: Sequence[int], into: Sequence[PageBuffer]
+    ) -> Callable[[], list[TieredKVError | None]]:
+        """As `Tier.begin_read`, of slots that `has` said yes to."""
+        return self._tier.begin_read([self._local[slot] for slot in slots], into)
 
 
 class Manifest:

@@ -8,43 +8,32 @@ bytes) and in an engine's scheduler process. Not locked: whoever owns it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice, repeat
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import repeat
 
+import numpy as np
+
+from tiered_kv.columns import array_of
+from tiered_kv.found import FoundPages
 from tiered_kv.index import Index, TierIndex
 from tiered_kv.keys import KeyChain, PageKey
 from tiered_kv.ledger import Ledger, by_tier
-from tiered_kv.plan import DISK, HBM, HOST, LOAD_ALL, TIERS, Draft, Gate, Move, Plan, make_moves
-from tiered_kv.room import Grant, Room, Slots, moves_of
-
-_ADOPTED_AT_ONCE = (
-    512  # with 4096 tuples alive the collector goes over the whole index, again and again
+from tiered_kv.plan import (
+    DISK,
+    HBM,
+    HOST,
+    LOAD_ALL,
+    TIERS,
+    Draft,
+    Gate,
+    Move,
+    Moves,
+    Plan,
+    pages_of,
+    steps_of,
 )
-
-
-class Stored(Protocol):
-    """A page that a tier still holds from an earlier run."""
-
-    @property
-    def key(self) -> PageKey:
-        """Its key."""
-
-    @property
-    def parent(self) -> PageKey | None:
-        """The key of the page that it hangs from."""
-
-    @property
-    def slot(self) -> int:
-        """Where it is."""
-
-
-class StoredPage(NamedTuple):
-    """A `Stored` page, named."""
-
-    key: PageKey
-    parent: PageKey | None
-    slot: int
+from tiered_kv.room import Grants, Room, Slots, moves_of
+from tiered_kv.tier_index import ABSENT, RESIDENT
 
 
 class Planner(Ledger):
@@ -93,19 +82,19 @@ class Planner(Ledger):
         if len(slots) < len(pages):
             draft.miss("no_room", len(pages) - len(slots))
             pages, sources = pages[: len(slots)], sources[: len(slots)]
-        load, grants = self._loads(pages, sources, draft)
-        fill = self._fills(
-            pages, [HOST if p in grants else s for p, s in zip(pages, sources, strict=True)], slots
-        )
+        load = self._loads(pages, sources, draft)
+        loaded = set(pages_of(load))
+        through = [HOST if p in loaded else s for p, s in zip(pages, sources, strict=True)]
+        fill = self._fills(pages, through if loaded else sources, slots)
         if into is None:
             self._lease(pages, slots)
         return Plan(
             pages=tuple(pages),
             sources=tuple(sources),
             slots=tuple(slots),
-            demote=tuple(draft.demote),
-            load=tuple(load),
-            fill=tuple(fill),
+            demote=steps_of(draft.demote),
+            load=steps_of(load),
+            fill=steps_of(fill),
             pins=tuple(draft.pins),
             misses=tuple(draft.misses.items()),
         )
@@ -114,12 +103,12 @@ class Planner(Ledger):
         """Bring the pages of the longest present prefix that are on disk alone up to host."""
         draft = Draft()
         pages, sources = self._hit(keys, gate, draft)
-        load, _ = self._loads(pages, sources, draft)
+        load = self._loads(pages, sources, draft)
         return Plan(
             pages=tuple(pages),
             sources=tuple(sources),
-            demote=tuple(draft.demote),
-            load=tuple(load),
+            demote=steps_of(draft.demote),
+            load=steps_of(load),
             pins=tuple(draft.pins),
             misses=tuple(draft.misses.items()),
         )
@@ -185,27 +174,25 @@ class Planner(Ledger):
         tier, page = draft.pins.pop()
         self._unpin(tier, [page])
 
-    def _loads(
-        self, pages: list[int], sources: list[str], draft: Draft
-    ) -> tuple[list[Move], dict[int, Grant]]:
+    def _loads(self, pages: list[int], sources: list[str], draft: Draft) -> Sequence[Move]:
         """Moves disk -> host for the pages on disk alone, as far as host has room for them."""
+        if DISK not in sources:
+            return []
+        doomed = self._host.doomed
         cold = [
             page
             for page, source in zip(pages, sources, strict=True)
-            if source == DISK and page not in self._host.doomed
+            if source == DISK and page not in doomed
         ]
-        if not cold:
-            return [], {}
-        grants = dict(zip(cold, self.room.on_host(len(cold), draft), strict=False))
-        loaded, slots = list(grants), [grant.slot for grant in grants.values()]
-        after = [grant.after for grant in grants.values()]
+        slots, after = self.room.on_host(len(cold), draft)
+        loaded = cold[: len(slots)]
         moves = moves_of(self.index, loaded, DISK, HOST, slots, after=after)
         self.index.begin(self._host, loaded, slots)
         self.index.pin(self._host, loaded)
-        draft.pins += [(HOST, page) for page in loaded]
-        return moves, grants
+        draft.pins += zip(repeat(HOST), loaded)
+        return moves
 
-    def _fills(self, pages: list[int], sources: list[str], slots: list[int]) -> list[Move]:
+    def _fills(self, pages: list[int], sources: list[str], slots: list[int]) -> Sequence[Move]:
         """The last moves of pages, into HBM; from host if they are loaded there on the way."""
         names = set(sources)
         if len(names) == 1:
@@ -247,72 +234,72 @@ class Planner(Ledger):
         bind, spare = self._bind(pages, slots)
         self.index.touch(pages)
         store = self._stores(pages, slots, draft)
-        write = self._writes([move.page for move in store], draft) if self._write_through else []
-        on_host = self._host.state
-        not_stored = sum(not on_host[page] and not self.is_below_hbm(page) for page in pages)
-        self.index.forget(reversed(pages))
+        write = self._writes(pages_of(store), draft) if self._write_through else ()
+        on_host = self._host.states(pages)
+        not_stored = sum(
+            not state and not self.is_below_hbm(page)
+            for page, state in zip(pages, on_host if 0 in on_host else b"", strict=False)
+        )
+        self.index.forget(pages[::-1])
         return Plan(
             pages=tuple(pages),
             slots=tuple(slots),
-            demote=tuple(draft.demote),
-            bind=tuple(bind),
-            store=tuple(store),
-            write=tuple(write),
+            demote=steps_of(draft.demote),
+            bind=steps_of(bind),
+            store=steps_of(store),
+            write=steps_of(write),
             pins=tuple(draft.pins),
             spare_slots=tuple(spare),
             not_stored=not_stored,
         )
 
-    def _bind(self, pages: list[int], slots: Sequence[int]) -> tuple[list[Move], list[int]]:
+    def _bind(self, pages: list[int], slots: Sequence[int]) -> tuple[Sequence[Move], list[int]]:
         """Pages enter HBM where the caller has put them; slots of pages already there are spare."""
         if self._hbm is None:
             return [], []
-        state, doomed = self._hbm.state, self._hbm.doomed
-        new = [at for at, page in enumerate(pages) if not state[page] and page not in doomed]
-        if len(new) == len(pages):
-            bound, at_slots, spare = pages, list(slots), []
-        else:
-            bound, at_slots = [pages[at] for at in new], [slots[at] for at in new]
-            spare = [slots[at] for at in sorted(set(range(len(pages))).difference(new))]
+        bound, at_slots, spare = _absent(self._hbm, pages), list(slots), []
+        if len(bound) < len(pages):
+            new = set(bound)
+            at_slots = [slot for page, slot in zip(pages, slots, strict=True) if page in new]
+            spare = [slot for page, slot in zip(pages, slots, strict=True) if page not in new]
         self.index.begin(self._hbm, bound, at_slots)
         return moves_of(self.index, bound, HBM, HBM, at_slots), spare
 
-    def _stores(self, pages: list[int], slots: Sequence[int], draft: Draft) -> list[Move]:
+    def _stores(self, pages: list[int], slots: Sequence[int], draft: Draft) -> Moves:
         """Copies HBM -> host of the pages not there, parents first, as far as host has room."""
-        state, doomed = self._host.state, self._host.doomed
         path = self._unstored_ancestors(pages[0] if pages else -1) + pages
-        wanted = [page for page in path if not state[page] and page not in doomed]
+        wanted = _absent(self._host, path)
         above = self.index.parent_of[wanted[0]] if wanted else -1
         grants = self.room.on_host(len(wanted), draft, below=above)
-        stored = wanted[: len(grants)]
-        self.index.begin(self._host, stored, [grant.slot for grant in grants])
+        stored = wanted[: len(grants.slots)]
+        self.index.begin(self._host, stored, grants.slots)
         return self._store_moves(stored, dict(zip(pages, slots, strict=True)), grants, draft)
 
     def _store_moves(
-        self, pages: list[int], given: dict[int, int], grants: list[Grant], draft: Draft
-    ) -> list[Move]:
+        self, pages: list[int], given: dict[int, int], grants: Grants, draft: Draft
+    ) -> Moves:
         """From the slots given, or from where HBM has a page; the copies there are pinned."""
-        sources: list[int] = [given.get(page, -1) for page in pages]
+        sources = list(map(given.get, pages, repeat(-1)))
         waits = [False] * len(pages)
         if self._hbm is not None:
-            state = self._hbm.state
-            held = [page for page in pages if state[page]]
+            in_hbm = self._hbm.slots(pages)
+            held = [page for page, bound in zip(pages, in_hbm, strict=True) if bound >= 0]
             self.index.pin(self._hbm, held)
             draft.pins += zip(repeat(HBM), held)
-            in_hbm = [self._hbm.slot[page] for page in pages]
             waits = [  # bound there by this plan; others stand in a spare slot
-                slot == bound and bound >= 0 for slot, bound in zip(sources, in_hbm, strict=True)
+                slot == bound >= 0 for slot, bound in zip(sources, in_hbm, strict=True)
             ]
-            sources = [
-                bound if slot < 0 else slot for slot, bound in zip(sources, in_hbm, strict=True)
-            ]
-        return make_moves(
+            if -1 in sources:
+                sources = [
+                    bound if slot < 0 else slot for slot, bound in zip(sources, in_hbm, strict=True)
+                ]
+        return Moves(
             pages,
             self.index.keys(pages),
             self.index.parent_keys(pages),
-            (HBM, sources, HOST, [grant.slot for grant in grants]),
+            (HBM, sources, HOST, grants.slots),
             waits=waits,
-            after=[grant.after for grant in grants],
+            after=grants.after,
         )
 
     def _unstored_ancestors(self, page: int) -> list[int]:
@@ -330,10 +317,12 @@ class Planner(Ledger):
         """Whether host or disk has a page, or awaits it."""
         return bool(self._host.state[page] or (self._disk is not None and self._disk.state[page]))
 
-    def _writes(self, pages: list[int], draft: Draft) -> list[Move]:
+    def _writes(self, pages: Sequence[int], draft: Draft) -> Sequence[Move]:
         """Copies host -> disk of pages and their ancestors, as far as disk has room."""
         assert self._disk is not None
-        dirty = [page for page in self.room.durable(pages) if not self._disk.state[page]]
+        durable = self.room.durable(pages)
+        states = self._disk.states(durable)
+        dirty = [page for page, state in zip(durable, states, strict=True) if not state]
         slots = self.room.write_slots(dirty)
         while slots is None and len(dirty) > 1:
             dirty = dirty[: len(dirty) // 2]
@@ -350,55 +339,42 @@ class Planner(Ledger):
         """
         if self._disk is None:
             return []
-        on_host = [page for page in self.index if self._host.is_resident(page)]
-        dirty = self.room.durable([page for page in on_host if not self._disk.state[page]])
-        dirty.sort(key=self._host.last_use)
-        clean = sum(self._disk.is_resident(page) for page in on_host)
-        return dirty[max(0, len(dirty) - (self.room.capacity[DISK] - clean)) :]
+        on_host = np.flatnonzero(array_of(self._host.state) == RESIDENT)
+        on_disk = array_of(self._disk.state)[on_host]
+        dirty = on_host[on_disk == ABSENT]
+        coldest = np.argsort(array_of(self.index.last_use_of)[dirty])
+        durable = self.room.durable(dirty[coldest].tolist())
+        clean = int(np.count_nonzero(on_disk == RESIDENT))
+        return durable[max(0, len(durable) - (self.room.capacity[DISK] - clean)) :]
 
     def plan_flush(self, pages: Sequence[int]) -> Plan:
         """Write these of the `dirty_pages`, as far as they still are, and their ancestors."""
         draft = Draft()
         if self._disk is None:
             return Plan()
-        write = self._writes([page for page in pages if self._host.is_resident(page)], draft)
-        return Plan(write=tuple(write), pins=tuple(draft.pins))
+        states = self._host.states(pages)
+        here = [page for page, state in zip(pages, states, strict=True) if state == RESIDENT]
+        write = self._writes(here, draft)
+        return Plan(write=steps_of(write), pins=tuple(draft.pins))
 
     # -- what was there before ---------------------------------------------------------------------
 
-    def adopt(self, tier: str, pages: Iterable[Stored]) -> list[int]:
-        """Pages a tier still holds from an earlier run, oldest first. Returns the slots of orphans.
+    def adopt(self, tier: str, found: FoundPages) -> list[int]:
+        """Take over what a tier still holds from an earlier run, before anything else is decided.
 
-        An orphan, a page whose parent is not there, cannot hit; its slot is freed. Parents mostly
-        come before their children; a child that comes first waits for them.
+        A page that hangs from one that is not there, however far above, cannot hit: its slot is
+        freed. Returns the slots that were.
         """
-        waiting: dict[PageKey, list[Stored]] = {}  # by the parent that is not here yet
-        left = iter(pages)
-        while some := list(islice(left, _ADOPTED_AT_ONCE)):
-            self.room.claim(tier, len(some))
-            target = self.index.by_name[tier]
-            columns = [page.key for page in some], [page.parent for page in some]
-            slots = [page.slot for page in some]
-            if waiting or not self.index.restore(target, *columns, slots):
-                self._adopt_singly(target, some, waiting)
-        orphans = [page.slot for children in waiting.values() for page in children]
+        self.room.claim(tier, len(found))
+        rooted, orphans = found.rooted()
+        self.index.restore(self.index.by_name[tier], rooted)
         self.room.free(tier, orphans)
         return orphans
 
-    def _adopt_singly(
-        self, target: TierIndex, pages: Sequence[Stored], waiting: dict[PageKey, list[Stored]]
-    ) -> None:
-        """Adopt pages with those that have been waiting for them, or let them wait."""
-        for given in pages:
-            if given.parent is not None and self.index.find(given.parent) < 0:
-                waiting.setdefault(given.parent, []).append(given)
-                continue
-            ready = [given]
-            while ready:
-                page = ready.pop()
-                parent = -1 if page.parent is None else self.index.find(page.parent)
-                added = self.index.add([page.key], parent)
-                self.index.begin(target, added, [page.slot])
-                self.index.finish(target, added)
-                self.index.touch(added)
-                ready += waiting.pop(page.key, [])
+
+def _absent(tier: TierIndex, pages: list[int]) -> list[int]:
+    """Those of the pages that may enter a tier: mostly all of them."""
+    if not tier.doomed and not any(tier.states(pages)):
+        return pages
+    state, doomed = tier.state, tier.doomed
+    return [page for page in pages if not state[page] and page not in doomed]

@@ -8,14 +8,17 @@ a crash leaves on disk can hit, and the pages of one prefix lie side by side the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import repeat
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
+from tiered_kv.columns import FEW, array_of, numbers
 from tiered_kv.index import Index, TierIndex
-from tiered_kv.plan import DISK, HOST, Draft, Move, make_moves
-from tiered_kv.tier_index import RESIDENT
+from tiered_kv.plan import DISK, HOST, Draft, Moves
+from tiered_kv.tier_index import ABSENT, RESIDENT
 
 
 class Slots(Protocol):
@@ -28,18 +31,16 @@ class Slots(Protocol):
         """Give slots back."""
 
 
-class Grant(NamedTuple):
-    """A slot that may be filled, once the demotion of page `after` (-1: none) has been made."""
+class Grants(NamedTuple):
+    """Slots that may be filled, each once the demotion of a page (-1: none) has been made."""
 
-    slot: int
-    after: int = -1
+    slots: list[int]
+    after: list[int]
 
-
-_NEW: Callable[[type[Grant], tuple[int, int]], Grant] = tuple.__new__  # as in `make_moves`
-
-
-def _grants(slots: Iterable[int], after: Iterable[int] = repeat(-1)) -> list[Grant]:
-    return list(map(_NEW, repeat(Grant), zip(slots, after, strict=False)))
+    def add(self, slots: Sequence[int], after: Sequence[int] | None = None) -> None:
+        """More slots; without `after` they may be filled at once."""
+        self.slots.extend(slots)
+        self.after.extend([-1] * len(slots) if after is None else after)
 
 
 def moves_of(
@@ -47,20 +48,19 @@ def moves_of(
     pages: Sequence[int],
     source: str,
     target: str,
-    slots: Iterable[int],
+    slots: Sequence[int],
     *,
-    after: Iterable[int] = repeat(-1),
-    leaves: Iterable[bool] = repeat(False),
-) -> list[Move]:
+    after: Sequence[int] | None = None,
+    leaves: Sequence[bool] | None = None,
+) -> Moves:
     """The moves of pages from where a tier has them, or awaits them, to slots of another."""
     tier = index.by_name[source]
-    state, slot_of = tier.state, tier.slot
-    return make_moves(
+    return Moves(
         pages,
         index.keys(pages),
         index.parent_keys(pages),
-        (source, [slot_of[page] for page in pages], target, slots),
-        waits=[state[page] != RESIDENT for page in pages],
+        (source, tier.slots(pages), target, slots),
+        waits=[state != RESIDENT for state in tier.states(pages)],
         after=after,
         leaves=leaves,
     )
@@ -114,7 +114,7 @@ class Room:
         self.free(name, self._index.evict(tier, victims))
         return self.reserve_free(name, n)
 
-    def on_host(self, n: int, draft: Draft, *, below: int = -1) -> list[Grant]:
+    def on_host(self, n: int, draft: Draft, *, below: int = -1) -> Grants:
         """Up to n host slots; adds to the draft the demotions that free them.
 
         Args:
@@ -123,16 +123,18 @@ class Room:
             below: the page they will hang from, or -1. It may go to disk for them, but is not
                 dropped: a prefix is worth more than what continues it.
         """
-        grants = _grants(self.reserve_free(HOST, n))
-        missing = n - len(grants)
+        grants = Grants([], [])
+        grants.add(self.reserve_free(HOST, n))
+        missing = n - len(grants.slots)
         if missing <= 0:
             return grants
         host = self._index.by_name[HOST]
         if DISK in self._index.by_name:
-            grants += self._demote(host, missing, draft)
+            grants.add(*self._demote(host, missing, draft))
         keep = [below] if below >= 0 and host.state[below] else []
-        victims = self._victims(host, n - len(grants), keep)
-        return grants + _grants(self._index.evict(host, victims))
+        victims = self._victims(host, n - len(grants.slots), keep)
+        grants.add(self._index.evict(host, victims))
+        return grants
 
     @contextmanager
     def held(self, tier: TierIndex, pages: Sequence[int]) -> Iterator[None]:
@@ -150,15 +152,16 @@ class Room:
         self._index.unpin(tier, keep)
         return victims
 
-    def _demote(self, host: TierIndex, n: int, draft: Draft) -> list[Grant]:
+    def _demote(self, host: TierIndex, n: int, draft: Draft) -> Grants:
         """Give up to n host pages that live on on disk, as many as disk can take."""
         index = self._index
         victims = self._demotable(host, n)
         while (slots := self._slots_for(victims)) is None:
             victims = victims[: len(victims) // 2]
-        draft.demote += self.write(slots, draft, leaving=set(victims))
+        demote = self.write(slots, draft, leaving=set(victims))
+        draft.demote = [*draft.demote, *demote] if draft.demote else demote
         freed = index.evict(host, victims)
-        return _grants(freed, (page if page in slots else -1 for page in victims))
+        return Grants(freed, [page if page in slots else -1 for page in victims])
 
     def _demotable(self, host: TierIndex, n: int) -> list[int]:
         """Up to n pages that host would give up if they live on on disk, and that can."""
@@ -171,9 +174,10 @@ class Room:
             stuck += [page for page in victims if page not in durable]
 
     def _slots_for(self, victims: Sequence[int]) -> dict[int, int] | None:
-        disk = self._index.by_name[DISK]
-        dirty = [page for page in victims if not disk.state[page]]
-        return self.write_slots(dirty, keep=[page for page in victims if disk.state[page]])
+        states = self._index.by_name[DISK].states(victims)
+        dirty = [page for page, state in zip(victims, states, strict=True) if not state]
+        clean = [page for page, state in zip(victims, states, strict=True) if state]
+        return self.write_slots(dirty, keep=clean)
 
     def durable(self, pages: Sequence[int]) -> list[int]:
         """Those of the pages that are on disk or could be written there now.
@@ -182,6 +186,8 @@ class Room:
         still being read.
         """
         index, disk, host = self._index, self._index.by_name[DISK], self._index.by_name[HOST]
+        if len(pages) >= FEW and self._are_durable(pages):
+            return list(pages)
         known: dict[int, bool] = {-1: True}
         for page in pages:
             path = []
@@ -193,6 +199,18 @@ class Room:
                     page = index.parent_of[page]
             known.update(dict.fromkeys(path, known.get(page, True)))
         return [page for page in pages if known.get(page, True)]
+
+    def _are_durable(self, pages: Sequence[int]) -> bool:
+        """Whether all are on disk, or on host and the child of such a page: mostly so."""
+        index, disk, host = self._index, self._index.by_name[DISK], self._index.by_name[HOST]
+        at = numbers(pages)
+        disk_state, host_state = array_of(disk.state), array_of(host.state)
+        is_named = np.zeros(len(disk_state), np.bool_)  # only what is used of it becomes memory
+        is_named[at] = True
+        parents = array_of(index.parent_of)[at]
+        is_there = (parents < 0) | is_named[parents] | (disk_state[parents] != ABSENT)
+        is_fit = (disk_state[at] != ABSENT) | (is_there & (host_state[at] != ABSENT))
+        return not disk.doomed and bool(is_fit.all())
 
     def write_slots(self, pages: Sequence[int], keep: Sequence[int] = ()) -> dict[int, int] | None:
         """Disk slots for pages, all `durable`, and their ancestors that are not there, root first.
@@ -214,17 +232,15 @@ class Room:
         slots = self._exactly(DISK, len(order), held)
         return None if slots is None else dict(zip(order, slots, strict=True))
 
-    def write(
-        self, slots: dict[int, int], draft: Draft, *, leaving: Collection[int] = ()
-    ) -> list[Move]:
+    def write(self, slots: dict[int, int], draft: Draft, *, leaving: Collection[int] = ()) -> Moves:
         """Copies of host pages to disk, in the order of `slots`: page -> disk slot.
 
         Those of `leaving` are to be evicted; the others stay, pinned on host until the plan ends.
         """
-        index, pages = self._index, list(slots)
-        staying = [page for page in pages if page not in leaving]
-        index.begin(index.by_name[DISK], pages, slots.values())
+        index, pages, disk_slots = self._index, list(slots), list(slots.values())
+        staying = [page for page in pages if page not in leaving] if leaving else pages
+        index.begin(index.by_name[DISK], pages, disk_slots)
         index.pin(index.by_name[HOST], staying)
         draft.pins += zip(repeat(HOST), staying)
-        leaves = [page in leaving for page in pages]
-        return moves_of(index, pages, HOST, DISK, slots.values(), leaves=leaves)
+        leaves = [page in leaving for page in pages] if leaving else None
+        return moves_of(index, pages, HOST, DISK, disk_slots, leaves=leaves)

@@ -6,60 +6,47 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from itertools import repeat
+from typing import Any
 
 from tiered_kv.errors import CorruptPageError, TierIOError
+from tiered_kv.jobs import Batch, Job, LoadJob
 from tiered_kv.kernels.page_copy.rows import Rows
 from tiered_kv.keys import PageKey
 from tiered_kv.mover import (
     COPY_BATCH_BYTES,
     DEMOTE_BATCH_BYTES,
     LOAD_BATCH_BYTES,
+    LOADS_AHEAD,
     WRITE_BATCH_BYTES,
     Mover,
     Place,
 )
-from tiered_kv.plan import DISK, HBM, HOST, Move
+from tiered_kv.plan import (
+    DISK,
+    HBM,
+    HOST,
+    Move,
+    Moves,
+    in_motion,
+    keys_of,
+    pages_of,
+    parents_of,
+    source_slots_of,
+    target_slots_of,
+    waiting,
+    where,
+)
 from tiered_kv.storage.base import Page
 from tiered_kv.streams import Event, Stream, when_all
 from tiered_kv.transfer import Transfer
-
-Batch = list[Move]
-
-
-class Job(NamedTuple):
-    """A batch for one stream.
-
-    Attributes:
-        work: makes the moves; returns those whose bytes are in place, or queued on the device.
-        ready: events of the caller's that come first.
-        done: fires when every move of the batch has arrived or failed.
-    """
-
-    stream: Stream
-    batch: Batch
-    work: Callable[[Batch], Batch]
-    ready: Sequence[Event]
-    done: Event
-
-
-def _job(
-    stream: Stream, batch: Batch, work: Callable[[Batch], Batch], ready: Sequence[Event] = ()
-) -> Job:
-    return Job(stream, batch, work, ready, Event())
 
 
 def _places(moves: Sequence[Move]) -> list[Place]:
     """Where moves, all into one tier, bring their pages."""
     target = moves[0].target if moves else ""
-    return [(target, move.key) for move in moves]
-
-
-def _in_motion(batch: Batch) -> Batch:
-    """The moves of a batch that do move something, not a page that is in its slot already."""
-    if batch[0].target != HBM:
-        return batch
-    return [move for move in batch if move.source != HBM or not move.is_in_place]
+    return list(zip(repeat(target), keys_of(moves)))
 
 
 class Run:
@@ -94,9 +81,12 @@ class Run:
         self._device_event = device_event
         self._on_settled = on_settled
         self._position = dict(zip(self._plan.pages, range(len(self._plan.pages)), strict=True))
-        steps = self._plan.load + self._plan.fill + self._plan.store + self._plan.write
-        self._counting = {move.page: move for move in steps}  # a page's last move is what counts
-        self._demoted = {move.page: move.key for move in self._plan.demote}
+        self._counting: dict[int, str] = {}  # page -> the tier it counts in: that of its last move
+        for step in (self._plan.load, self._plan.fill, self._plan.store, self._plan.write):
+            if step:
+                self._counting.update(dict.fromkeys(pages_of(step), step[0].target))
+        demote = self._plan.demote
+        self._demoted = dict(zip(pages_of(demote), keys_of(demote), strict=True))
         self._joined: set[PageKey] = set()  # pages that others bring
         self._unknown = 0  # fill batches whose sources may still fail
         self._layer_left: list[int] = []
@@ -107,19 +97,19 @@ class Run:
         mover, plan = self._mover, self._plan
         mover.in_flight.add(self.transfer)
         # A store waits for the page that its own plan binds, if at all, and a demotion for none.
-        waiting = [move for move in plan.load + plan.fill + plan.write if move.waits]
-        joined = {(move.source, move.key) for move in waiting} & mover.arrivals.keys()
+        waits = [move for step in (plan.load, plan.fill, plan.write) for move in waiting(step)]
+        joined = {(move.source, move.key) for move in waits} & mover.arrivals.keys()
         self._join({key for _, key in joined})
         unmoved = self._settle_unmoved()
         bound = Event()
         on_hbm = [*self._fill_jobs(), *self._store_jobs(bound)]
-        jobs = [
+        jobs: list[Job | LoadJob] = [
             *self._write_jobs(plan.demote, DEMOTE_BATCH_BYTES),
             *self._load_jobs(),
             *on_hbm,
             *self._write_jobs(plan.write, WRITE_BATCH_BYTES),
         ]
-        announced = [self._announce(_in_motion(job.batch), job.done) for job in jobs]
+        announced = [self._announce(in_motion(job.batch), job.done) for job in jobs]
         self._bind(bound)
         for job, arriving in zip(jobs, announced, strict=True):
             self._submit(job, arriving)
@@ -153,14 +143,17 @@ class Run:
 
     def _settle_unmoved(self) -> Event:
         """Pages no move is about: where they should be, or on their way there, or without room."""
+        settled = Event()
         mover, pages, counting = self._mover, self._plan.pages, self._counting
+        if self._position.keys() <= counting.keys():  # nearly always
+            settled.fire()
+            return settled
         tiers = (HOST, DISK) if self._plan.is_put else (HBM, HOST)
         left_out = [at for at, page in enumerate(pages) if page not in counting]
         unmoved = [(at, mover.books.key(pages[at])) for at in left_out]
         places = {(tier, key) for _, key in unmoved for tier in tiers}
         coming = places & mover.arrivals.keys()
         self._join({key for _, key in coming})
-        settled = Event()
 
         def judge() -> None:
             with mover.lock:  # a page may have gone, and its number be another's by now
@@ -174,37 +167,48 @@ class Run:
 
     # -- queueing ----------------------------------------------------------------------------------
 
-    def _submit(self, job: Job, arriving: Sequence[Move]) -> None:
+    def _submit(self, job: Job | LoadJob, arriving: Sequence[Move]) -> None:
         """Queue a batch; it is published when the device is through with it.
 
         Whatever happens, every move of the batch ends as arrived or failed, and `job.done` fires.
         """
-        made: Batch = []
+        made: Batch = ()
 
-        def guarded() -> None:
+        def guarded(work: Callable[[], Batch]) -> None:
+            nonlocal made
             try:
-                made.extend(job.work(job.batch))
+                through = work()
                 job.stream.drain()
+                made = through
             except BaseException as error:  # surfaces at wait(); nobody is above a worker thread
-                made.clear()
                 self.transfer.broke(error)
 
-        queued = job.stream.submit(guarded, [*job.ready, *self._needs(job)])
+        def begin(job: LoadJob) -> Callable[[], None]:
+            try:
+                return partial(guarded, job.begin(job.batch))
+            except BaseException as error:
+                return partial(self.transfer.broke, error)
+
+        needs = [*job.ready, *self._needs(job)]
+        if isinstance(job, LoadJob):
+            queued = job.stream.submit_halves(partial(begin, job), LOADS_AHEAD, needs)
+        else:
+            queued = job.stream.submit(partial(guarded, partial(job.work, job.batch)), needs)
         queued.on_fire(lambda: self._publish(job.batch, arriving, made, job.done))
 
-    def _needs(self, job: Job) -> list[Event]:
+    def _needs(self, job: Job | LoadJob) -> list[Event]:
         """The events of other batches that this one waits for, each once."""
         arrivals, batch = self._mover.arrivals, job.batch
         needs: dict[Event | None, None] = {}
         if job.stream is not self._mover.store_stream:  # whose pages come with `job.ready`
-            places = [(move.source, move.key) for move in batch if move.waits]
+            places = [(move.source, move.key) for move in waiting(batch)]
             needs.update(dict.fromkeys(map(arrivals.get, places)))
         if self._demoted:
             gone = [self._demoted[move.after] for move in batch if move.after >= 0]
             needs.update(dict.fromkeys(arrivals[DISK, key] for key in gone))
         if batch[0].target == DISK:
-            above = [(DISK, move.parent) for move in batch if move.parent]
-            needs.update(dict.fromkeys(map(arrivals.get, above)))
+            above = {*parents_of(batch)}.difference(keys_of(batch))  # hardly any
+            needs.update(dict.fromkeys(arrivals.get((DISK, key)) for key in above if key))
         return [event for event in needs if event is not None and event is not job.done]
 
     def _publish(
@@ -212,25 +216,21 @@ class Run:
     ) -> None:
         """Tell the books and the transfer; `arriving` are those that this run has announced."""
         mover, is_whole = self._mover, len(made) == len(batch)
-        came = set() if is_whole else {id(move) for move in made}
+        came = set() if is_whole else set(pages_of(made))
+        through = arriving if is_whole else [move for move in arriving if move.page in came]
         with mover.lock:
-            mover.books.arrived_all(
-                arriving if is_whole else [move for move in arriving if id(move) in came]
-            )
+            mover.books.arrived_all(through)
             for move in () if is_whole else arriving:
-                if id(move) not in came:
+                if move.page not in came:
                     mover.books.failed(move, self._why(move))
             for place in _places(arriving):
                 del mover.arrivals[place]
-        counting, position = self._counting, self._position
-        counted = [
-            move for move in batch if counting.get(move.page) is move and move.page in position
-        ]
-        if is_whole:
-            self.transfer.here([position[move.page] for move in counted])
-        else:
-            self.transfer.here([position[move.page] for move in counted if id(move) in came])
-            self._lose({position[m.page]: "failed" for m in counted if id(m) not in came})
+        position, counting = self._position, self._counting
+        target = batch[0].target if batch else ""
+        counted = [p for p in pages_of(batch) if counting.get(p) == target and p in position]
+        self.transfer.here([position[page] for page in counted if is_whole or page in came])
+        if not is_whole:
+            self._lose({position[page]: "failed" for page in counted if page not in came})
         done.fire()
 
     def _why(self, move: Move) -> str:
@@ -272,13 +272,13 @@ class Run:
                 lambda: self._publish(batch, arriving, batch, bound),
             )
         else:  # now, and nobody can have begun to wait: 1 us a page less
-            mover.books.arrived_all(mover.books.arriving(batch))
+            mover.books.arrived_all(batch)
             bound.fire()
 
     def _write_jobs(self, moves: Sequence[Move], batch_bytes: int) -> list[Job]:
         mover = self._mover
         return [
-            _job(mover.write_stream, batch, self._write)
+            Job(mover.write_stream, batch, self._write)
             for batch in mover.batches(moves, batch_bytes)
         ]
 
@@ -286,12 +286,13 @@ class Run:
         mover = self._mover
         assert mover.disk is not None
         with mover.lock:
-            moves: Batch = mover.books.durable(batch)
+            moves = mover.books.durable(batch)
         if not moves:
             return []
-        pages = [Page(move.key, move.parent, mover.host.view(move.source_slot)) for move in moves]
+        views = mover.host.views(source_slots_of(moves))
+        pages = list(map(Page, keys_of(moves), parents_of(moves), views))
         try:
-            mover.disk.write([move.target_slot for move in moves], pages)
+            mover.disk.write(target_slots_of(moves), pages)
         except TierIOError as error:
             mover.counters.add("total", "write_failed", len(moves))
             mover.report(error)
@@ -299,31 +300,40 @@ class Run:
         mover.counters.moved(HOST, DISK, len(moves) * mover.hbm.page_bytes)
         return moves
 
-    def _load_jobs(self) -> list[Job]:
+    def _load_jobs(self) -> list[LoadJob]:
         mover = self._mover
         jobs = []
         for batch in mover.batches(self._plan.load, LOAD_BATCH_BYTES):
             done = Event()
-            jobs.append(Job(mover.loader(done), batch, self._load, (), done))
+            jobs.append(LoadJob(mover.loader(done), batch, self._begin_load, done))
         return jobs
 
-    def _load(self, batch: Batch) -> Batch:
+    def _begin_load(self, batch: Batch) -> Callable[[], Batch]:
+        """Begin to read pages from disk to host; what is returned ends it."""
         moves = self._possible(batch)
-        return self._read(moves, [self._mover.host.view(move.target_slot) for move in moves])
+        return self._begin_read(moves, self._mover.host.views(target_slots_of(moves)))
 
-    def _read(self, moves: Batch, into: Sequence[Any]) -> Batch:
-        """Read pages from disk, verified; drop from the index what is bad."""
+    def _begin_read(self, moves: Batch, into: Sequence[Any]) -> Callable[[], Batch]:
+        """Begin to read pages from disk; see `_end_read`."""
         mover = self._mover
         assert mover.disk is not None
+        if not moves:
+            return list
         started = time.perf_counter()
-        outcome = mover.disk.read([move.source_slot for move in moves], into) if moves else []
-        good = [move for move, error in zip(moves, outcome, strict=True) if error is None]
+        end = mover.disk.begin_read(source_slots_of(moves), into)
+        return lambda: self._end_read(moves, started, end())
+
+    def _end_read(self, moves: Batch, started: float, outcome: Sequence[Exception | None]) -> Batch:
+        """Those that came, verified; drop from the index what is bad."""
+        mover = self._mover
+        good = where(moves, [error is None for error in outcome])
         mover.counters.loaded(DISK, len(good), mover.load_seconds(started))
         mover.counters.moved(DISK, HOST, len(good) * mover.hbm.page_bytes)
         mover.counters.add("total", "verified", len(good))
-        for move, error in zip(moves, outcome, strict=True):
-            if error is not None:
-                self._spoiled(move, error)
+        if len(good) < len(moves):
+            for move, error in zip(moves, outcome, strict=True):
+                if error is not None:
+                    self._spoiled(move, error)
         return good
 
     def _spoiled(self, move: Move, error: Exception) -> None:
@@ -336,11 +346,31 @@ class Run:
             self.why_lost.setdefault(self._position[move.page], reason)
 
     def _fill_jobs(self) -> list[Job]:
-        """Batches by what they wait for: nothing, a load batch, others' transfers, staging."""
+        """Batches by what they wait for."""
+        if not self._plan.fill:
+            self.transfer.sources_known()
+            return []
+        mover, groups = self._mover, self._fill_groups()
+        staged = groups.pop("staged", ())
+        staging = mover.host.staging_pages
+        passes = [staged[at : at + staging] for at in range(0, len(staged), staging or 1)]
+        layers = len(mover.hbm.layers)
+        self._unknown = len(groups) + len(passes)
+        self._layer_left = [self._unknown] * layers
+        self._layer_marks = [[] for _ in range(layers)]
+        return [
+            Job(mover.fill_stream, batch, self._fill, self._ready) for batch in groups.values()
+        ] + [Job(mover.load_stream, batch, self._fill_staged, self._ready) for batch in passes]
+
+    def _fill_groups(self) -> dict[str | int, Batch]:
+        """Moves by what they wait for: nothing, a load batch, others' transfers, staging."""
         mover, plan = self._mover, self._plan
-        loaded = {move.page: at for at, move in enumerate(plan.load)}
+        is_one_way = isinstance(plan.fill, Moves) and plan.fill.source != DISK
+        if is_one_way and not plan.load and not waiting(plan.fill):
+            return {"ready": plan.fill}
+        loaded = {page: at for at, page in enumerate(pages_of(plan.load))}
         per_load = max(1, LOAD_BATCH_BYTES // mover.hbm.page_bytes)
-        groups: defaultdict[str | int, Batch] = defaultdict(list)
+        groups: defaultdict[str | int, list[Move]] = defaultdict(list)
         for move in plan.fill:
             if move.source == DISK:
                 kind: str | int = "staged"
@@ -349,18 +379,7 @@ class Run:
             else:
                 kind = "joined" if move.waits else "ready"
             groups[kind].append(move)
-        staged = groups.pop("staged", [])
-        staging = mover.host.staging_pages
-        passes = [staged[at : at + staging] for at in range(0, len(staged), staging or 1)]
-        layers = len(mover.hbm.layers)
-        self._unknown = len(groups) + len(passes)
-        self._layer_left = [self._unknown] * layers
-        self._layer_marks = [[] for _ in range(layers)]
-        if not self._unknown:
-            self.transfer.sources_known()
-        return [
-            _job(mover.fill_stream, batch, self._fill, self._ready) for batch in groups.values()
-        ] + [_job(mover.load_stream, batch, self._fill_staged, self._ready) for batch in passes]
+        return dict(groups)
 
     def _fill(self, batch: Batch) -> Batch:
         """Runs on the fill stream."""
@@ -372,9 +391,9 @@ class Run:
         mover = self._mover
         moves = self._possible(batch)
         buffers = mover.host.staging(len(moves))
-        good = self._read(moves, list(buffers))
-        read = {move.page for move in good}
-        rows = buffers.select([at for at, move in enumerate(moves) if move.page in read])
+        good = self._begin_read(moves, list(buffers))()
+        read = set(pages_of(good))
+        rows = buffers.select([at for at, page in enumerate(pages_of(moves)) if page in read])
         error: list[BaseException] = []
 
         def copy() -> None:
@@ -411,13 +430,14 @@ class Run:
             came = {move.page for move in moves}
             self._lose({self._position[m.page]: "failed" for m in batch if m.page not in came})
         self._batch_known()
-        inside = [move for move in moves if move.source == HBM and not move.is_in_place]
-        mover.hbm.copy_slots(
-            [move.source_slot for move in inside], [move.target_slot for move in inside]
-        )
-        copied = [move for move in moves if move.source != HBM]
-        slots = [move.target_slot for move in copied]
-        rows = staged or mover.host.rows([move.source_slot for move in copied])
+        inside: Batch = ()
+        copied = moves
+        if not (isinstance(moves, Moves) and moves.source != HBM):
+            inside = [move for move in moves if move.source == HBM and not move.is_in_place]
+            copied = [move for move in moves if move.source != HBM]
+        mover.hbm.copy_slots(source_slots_of(inside), target_slots_of(inside))
+        slots = target_slots_of(copied)
+        rows = staged or mover.host.rows(source_slots_of(copied))
         started = time.perf_counter()
         for first, last in mover.hbm.layer_steps:
             if copied:
@@ -450,7 +470,7 @@ class Run:
         mover = self._mover
         ready = [*self._ready, bound] if self._plan.bind else self._ready
         return [
-            _job(mover.store_stream, batch, self._store, ready)
+            Job(mover.store_stream, batch, self._store, ready)
             for batch in mover.batches(self._plan.store, COPY_BATCH_BYTES)
         ]
 
@@ -461,10 +481,7 @@ class Run:
             self._device_event.wait()
         with self._hbm:
             moves = [] if self._has_left_hbm else self._possible(batch)
-            mover.hbm.read(
-                [move.source_slot for move in moves],
-                mover.host.rows([move.target_slot for move in moves]),
-            )
+            mover.hbm.read(source_slots_of(moves), mover.host.rows(target_slots_of(moves)))
         mover.counters.moved(HBM, HOST, len(moves) * mover.hbm.page_bytes)
         return moves
 

@@ -39,6 +39,17 @@ class SlotPool:
             taken[slot] = 1
         return slots
 
+    def take_first(self, n: int) -> None:
+        """Take slots 0..n-1 of a pool of which none is taken yet, without naming them.
+
+        Raises:
+            ValueError: it has fewer, or some were taken before.
+        """
+        if n > self.capacity or self._fresh:
+            raise ValueError(f"the first {n} of {self.capacity} slots are not all free")
+        self._fresh = n
+        self._taken[:n] = b"\1" * n
+
     def reserve_exact(self, slot: int) -> None:
         """Take one named slot: how a tier found again after a restart claims what is already there.
 
@@ -60,13 +71,25 @@ class SlotPool:
         """Give slots back; ValueError, and none freed, if one is not taken or named twice."""
         if len(set(slots)) != len(slots):
             raise ValueError("a slot is named twice in one free()")
-        taken, capacity, returned = self._taken, self.capacity, self._returned
-        for slot in slots:
-            if not (0 <= slot < capacity and taken[slot]):
-                raise ValueError(f"slot {slot} is not reserved")
+        if not self.are_taken(slots):
+            slot = next(slot for slot in slots if not self.is_taken(slot))
+            raise ValueError(f"slot {slot} is not reserved")
+        taken, returned = self._taken, self._returned
         for slot in slots:
             taken[slot] = 0
-            heapq.heappush(returned, slot)
+        if len(slots) * 4 > len(returned):  # to push costs 0.15 us a slot, this 0.03 for each
+            returned += slots
+            heapq.heapify(returned)
+        else:
+            for slot in slots:
+                heapq.heappush(returned, slot)
+
+    def are_taken(self, slots: Sequence[int]) -> bool:
+        """Whether all of these slots are reserved."""
+        if not slots:
+            return True
+        is_inside = min(slots) >= 0 and max(slots) < self.capacity
+        return is_inside and all(map(self._taken.__getitem__, slots))
 
     def is_taken(self, slot: int) -> bool:
         """Whether a slot is reserved."""

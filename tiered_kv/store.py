@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from operator import eq
 from types import TracebackType
 from typing import Any
 
@@ -16,12 +17,13 @@ import torch
 from tiered_kv.config import StoreConfig
 from tiered_kv.counters import Counters, StoreStats
 from tiered_kv.errors import ConfigError, CorruptPageError, StoreClosedError
+from tiered_kv.found import FoundPages
 from tiered_kv.hbm_pages import HbmPages
 from tiered_kv.keys import KeyChain, Multimodal, Namespace, PageKey, page_keys
 from tiered_kv.layout import KVLayout
 from tiered_kv.mover import Mover
-from tiered_kv.plan import DISK, HBM, HOST, LOAD_ALL, Gate, Plan
-from tiered_kv.planner import Planner, Stored
+from tiered_kv.plan import DISK, HBM, HOST, LOAD_ALL, Gate, Plan, pages_of, target_slots_of
+from tiered_kv.planner import Planner
 from tiered_kv.run import Run
 from tiered_kv.session import Session, open_transcripts
 from tiered_kv.storage.base import CheckReport, Tier
@@ -97,7 +99,7 @@ class TieredStore:
             pin=self._hbm_tier.device.type == "cuda",
             with_staging=has_disk,
         )
-        found: Iterable[Stored] = ()
+        found: Callable[[], FoundPages] | None = None
         if disk is None and config.disk is not None:
             disk, found = self._open_disk(layout, config)
         self._disk = disk
@@ -108,7 +110,8 @@ class TieredStore:
             policy=config.policy,
             write_through=config.write_policy == "through",
         )
-        self._adopt(found)
+        if found is not None:
+            self._adopt(found)
         self._mover = Mover(
             self._planner, self._lock, self._hbm_tier, self._host, self._disk, self._counters
         )
@@ -119,7 +122,9 @@ class TieredStore:
         """A store by its configuration; what its directory holds already can hit at once."""
         return cls(layout, config)
 
-    def _open_disk(self, layout: KVLayout, config: StoreConfig) -> tuple[Tier, Iterable[Stored]]:
+    def _open_disk(
+        self, layout: KVLayout, config: StoreConfig
+    ) -> tuple[Tier, Callable[[], FoundPages]]:
         assert config.disk is not None and config.disk_size is not None
         try:
             disk = DiskTier.open(
@@ -133,12 +138,12 @@ class TieredStore:
             self._host.close()
             self._hbm_tier.close()
             raise
-        return disk, disk.pages()
+        return disk, disk.found
 
-    def _adopt(self, found: Iterable[Stored]) -> None:
+    def _adopt(self, found: Callable[[], FoundPages]) -> None:
         """Take over what the directory holds already."""
         try:
-            self._planner.adopt(DISK, found)
+            self._planner.adopt(DISK, found())
         except BaseException:
             for tier in self._tiers():
                 tier.close()
@@ -444,7 +449,7 @@ class TieredStore:
     def _on_disk(self, plan: Plan) -> int:
         with self._lock:
             disk = self._planner.index.by_name[DISK]
-            return sum(disk.slot[move.page] == move.target_slot for move in plan.write)
+            return sum(map(eq, disk.slots(pages_of(plan.write)), target_slots_of(plan.write)))
 
     def _verify(self, page: int, report: CheckReport, fix: bool) -> None:
         assert self._disk is not None

@@ -11,9 +11,10 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -104,6 +105,14 @@ def when_all(events: Sequence[Event], then: Work) -> None:
         event.on_fire(one_less)
 
 
+class _Halves(NamedTuple):
+    """Work in two halves: `begin` returns the other; `done` fires after that."""
+
+    begin: Callable[[], Work]
+    ahead: int
+    done: Event
+
+
 class Stream:
     """One worker thread with a queue: first in, first out among work that waits for nothing.
 
@@ -113,7 +122,7 @@ class Stream:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()  # of Work; None: the end
         self._thread = threading.Thread(target=self._serve, name=f"tiered-kv-{name}", daemon=True)
         self._thread.start()
 
@@ -156,10 +165,13 @@ class Stream:
 
     def _serve(self) -> None:
         while (run := self._queue.get()) is not None:
-            try:
-                run()
-            except BaseException:  # a stream that ends would leave all who wait for it for ever
-                _log.exception("work on stream %s broke", self.name)
+            self._do(run)
+
+    def _do(self, run: Work) -> None:
+        try:
+            run()
+        except BaseException:  # a stream that ends would leave all who wait for it for ever
+            _log.exception("work on stream %s broke", self.name)
 
     def _context(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -170,6 +182,64 @@ class Stream:
 
 class ThreadStream(Stream):
     """A stream on a machine without CUDA: the worker thread itself does the copying."""
+
+
+class HalvesStream(Stream):
+    """A stream whose work may come in two halves: it begins the next few before it ends the first.
+
+    So a medium has something to do while what came from it is dealt with, by one thread. Halves end
+    in the order they began in; work in one piece runs when all that was begun before it has ended.
+    """
+
+    def submit_halves(
+        self, begin: Callable[[], Work], ahead: int, after: Sequence[Event] = ()
+    ) -> Event:
+        """Do `begin`, and later what it returns, once all events have fired; returns at once.
+
+        The event returned fires when both are done. Neither may raise, as in `submit`.
+
+        Args:
+            ahead: so many others that have begun may be left to end.
+        """
+        done = Event()
+        when_all(after, lambda: self._queue.put(_Halves(begin, ahead, done)))
+        return done
+
+    def _serve(self) -> None:
+        begun: deque[tuple[Work, Event]] = deque()
+        while True:
+            try:
+                run = self._queue.get(block=not begun)
+            except queue.Empty:
+                self._end(begun)
+                continue
+            ahead = run.ahead if isinstance(run, _Halves) else 0
+            while len(begun) > ahead:
+                self._end(begun)
+            if run is None:
+                return
+            if isinstance(run, _Halves):
+                begun.append((self._begin(run), run.done))
+            else:
+                self._do(run)
+
+    def _begin(self, halves: _Halves) -> Work:
+        try:
+            return halves.begin()
+        except BaseException:
+            _log.exception("work on stream %s broke", self.name)
+            return lambda: None
+
+    def _end(self, begun: deque[tuple[Work, Event]]) -> None:
+        end, done = begun.popleft()
+
+        def run() -> None:
+            try:
+                end()
+            finally:
+                done.fire()
+
+        self._do(run)
 
 
 class CudaStream(Stream):

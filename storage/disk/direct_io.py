@@ -44,6 +44,14 @@ def is_aligned(*buffers: PageBuffer) -> bool:
     return True
 
 
+def iovecs(buffers: Sequence[PageBuffer]) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """Address and length of each buffer, one row a buffer, as the kernel's iovec has them."""
+    table = np.empty((len(buffers), 2), np.uint64)
+    table[:, 0] = [_address_of(buffer) for buffer in buffers]
+    table[:, 1] = [buffer.nbytes for buffer in buffers]
+    return table
+
+
 def _address_of(buffer: PageBuffer) -> int:
     memory: Any = buffer
     try:  # 0.7 us against 2.3 the other way, a page (2026-11)

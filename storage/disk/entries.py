@@ -30,6 +30,8 @@ ENTRY = np.dtype(
     ]
 )
 """An entry and its seal, which is xxh3-64 of the key and of what stands before it."""
+LISTED = np.dtype([("key", "u1", KEY_BYTES), *ENTRY.descr])
+"""A key and its entry, side by side."""
 SEAL_BYTES = 8
 _SEALED_BYTES = ENTRY.itemsize - SEAL_BYTES
 

@@ -43,7 +43,6 @@ RECORD = np.dtype(
 )
 """A record as it stands in a header, for writing many at once."""
 HAS_PARENT = 1
-_LARGE_PAGE_BYTES = 256 << 10
 _NO_KEY = bytes(KEY_BYTES)
 assert _HEADER.size == _HEADER_BYTES and RECORD.itemsize == _RECORD.size
 assert _RECORDS_AT + EXTENT_RECORDS * _RECORD.size <= BLOCK_BYTES
@@ -139,16 +138,6 @@ def checksum_of(*parts: PageBuffer) -> bytes:
         following: Any = part
         digest.update(following)
     return digest.digest()
-
-
-def hashing_threads(page_bytes: int) -> int:
-    """How many threads are worth it to hash many pages.
-
-    Of pages of 64 KiB one thread hashes 9.7 GB/s and two hash 9.4 together, for they hand the
-    interpreter's lock to and fro and hold up all others; of 256 KiB two hash 15 GB/s (2 cores,
-    2026-11).
-    """
-    return 1 if page_bytes < _LARGE_PAGE_BYTES else 2
 
 
 def encode_header(

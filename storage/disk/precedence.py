@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 
 class Precedence:
@@ -31,18 +29,17 @@ class Precedence:
         with self._changed:
             return self._held
 
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Around a read, from when it begins to wait."""
+    def begin_read(self) -> None:
+        """A read begins to wait."""
         with self._changed:
             self._reads += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._reads -= 1
-                if not self._reads:
-                    self._changed.notify_all()
+
+    def end_read(self) -> None:
+        """It has ended, well or not."""
+        with self._changed:
+            self._reads -= 1
+            if not self._reads:
+                self._changed.notify_all()
 
     def has_read(self, n_bytes: int) -> None:
         """So much of a read is done."""

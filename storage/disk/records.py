@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tiered_kv.errors import StoreClosedError
+from tiered_kv.found import FoundPages, beginnings_of, in_order, parent_rows, ranks
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.disk.batch import Batch
 from tiered_kv.storage.disk.columns import Column, Columns, column
@@ -64,9 +65,13 @@ class Located:
     checksum: Column
     absent: dict[int, int]
 
+    def held(self) -> dict[int, int]:
+        """How many of them each segment has."""
+        return dict(_counted(self.segment))
+
 
 class Records:
-    """A table of slots in flat columns, 49 bytes each, and the readers of each segment.
+    """A table of slots in flat columns, 98 bytes each, and the readers of each segment.
 
     Every method takes the lock itself, so that a reader, a writer and a compaction see each record
     wholly before or wholly after a move.
@@ -91,7 +96,7 @@ class Records:
             states = self._state[slots]
             assert ((states == EMPTY) | (states == LOST)).all()
             self._state[slots] = WRITING
-            self._rows.set_all(slots, batch.keys[here], batch.parents[here], rows, segment)
+            self._rows.set_all(slots, rows, segment)
             self._live_pages[segment] += len(slots)
 
     def written(self, batch: Batch) -> Entries | None:
@@ -119,10 +124,7 @@ class Records:
             for segment, count in _counted(rows.segment[held]):
                 self._live_pages[segment] -= count
             sequences = rows.sequence[stored].tolist()
-            keys = [rows.key(slot) for slot in stored.tolist()]
-            self._unsaved.deleted.extend(zip(keys, sequences, strict=True))
-            for slot in held.tolist():
-                rows.clear(slot)
+            self._unsaved.deleted.extend(zip(rows.keys(stored), sequences, strict=True))
 
     def move(self, slot: int, to: Record) -> None:
         """This record lies elsewhere now; ignored if the slot holds another record by now."""
@@ -161,7 +163,7 @@ class Records:
             segment = rows.segment[found]
             for number, count in _counted(segment):
                 self._readers[number] += count
-            keys = [rows.key(slot) for slot in found.tolist()]
+            keys = rows.keys(found)
             absent = {at: int(states[at]) for at in np.flatnonzero(states != STORED).tolist()}
             return Located(
                 positions.tolist(), keys, segment, rows.block[found], rows.checksum[found], absent
@@ -213,10 +215,20 @@ class Records:
             rows = self._rows
             found = slots[(self._state[slots] == STORED) & (rows.sequence[slots] <= newest)]
             at, sequences = found.tolist(), rows.sequence[found].tolist()
-            keys: list[Any] = [rows.keys[slot] for slot in at]
-            parents = [rows.parents[slot] for slot in at]
+            keys, parents = rows.keys(found), rows.parents(found)
         found_rows = zip(keys, parents, at, sequences, strict=True)
         return map(_NEW, repeat(StoredPage), found_rows)  # half the time of StoredPage(...)
+
+    def found(self) -> FoundPages:
+        """Every readable slot, in columns: what `pages` says, but 1,000 times as fast."""
+        with self._changed:
+            rows, slots = self._rows, self._stored_slots()
+            here = slots if len(slots) < len(rows) else slice(len(rows))  # of all rows no copy
+            key = rows.key[here]
+            beginnings = beginnings_of(key)
+            parent = parent_rows(key, beginnings, rows.parent[here], rows.hangs[here])
+            rank = ranks(rows.sequence[here])
+            return FoundPages(rows.keys(here), parent, slots, rank, in_order(beginnings))
 
     def by_place(self) -> Iterator[int]:
         """Every readable slot, in the order in which their pages lie on the medium."""

@@ -12,13 +12,12 @@ import numpy as np
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.base import PageBuffer
 from tiered_kv.storage.disk.catalog import Catalog, CatalogDamagedError, check_catalog_files
-from tiered_kv.storage.disk.columns import Column, Columns, Gathering
+from tiered_kv.storage.disk.columns import Column, Columns
 from tiered_kv.storage.disk.direct_io import BLOCK_BYTES, aligned_buffer
 from tiered_kv.storage.disk.directory import StoreDirectory
 from tiered_kv.storage.disk.entries import entries_from
 from tiered_kv.storage.disk.extent import (
     CODEC_RAW,
-    HAS_PARENT,
     MAGIC,
     Extent,
     Record,
@@ -86,34 +85,37 @@ def _load(catalog: Catalog, directory: StoreDirectory, existing: set[int]) -> Re
     if owner != marker.store_id or not epoch:
         raise CatalogDamagedError("the disk catalog is not this store's")
     generations = catalog.generations()
-    limit = min(catalog.entries, marker.geometry.capacity_pages)
-    gathering = Gathering(limit, marker.geometry.capacity_pages, marker.geometry.page_bytes)
+    capacity = marker.geometry.capacity_pages
+    records = Columns.empty(capacity, marker.geometry.page_bytes)
+    current = _current(existing, generations)
     stale: list[tuple[PageKey, int]] = []
-    for keys, entries in catalog.batches():
-        is_kept = _is_current(entries, existing, generations) & _are_possible(
-            entries, marker.geometry
-        )
+    for listed in catalog.batches():
+        is_kept = _is_current(listed, current) & _are_possible(listed, marker.geometry)
         if not is_kept.all():
-            lost = np.flatnonzero(~is_kept).tolist()
-            stale += [(keys[at], int(entries["sequence"][at])) for at in lost]
-            keys = [keys[at] for at in np.flatnonzero(is_kept).tolist()]
-            entries = entries[is_kept]
-        if len(gathering) + len(keys) > limit:
+            lost = listed[~is_kept]
+            stale += [(PageKey(row["key"].tobytes()), int(row["sequence"])) for row in lost]
+            listed = listed[is_kept]
+        if len(records) + len(listed) > capacity:
             raise CatalogDamagedError("the disk catalog names more pages than fit")
-        gathering.add(keys, entries, (entries["flags"] & HAS_PARENT) != 0)
+        records.append(listed)
     if stale:
         _log.warning("%s: %d catalog entries name no place that exists", directory.path, len(stale))
     catalog.commit(deleted=stale, generations={}, identity=(marker.store_id, epoch + 1))
-    return Recovered(catalog, gathering.complete(), generations, epoch + 1, was_rebuilt=False)
+    return Recovered(catalog, records, generations, epoch + 1, was_rebuilt=False)
 
 
-def _is_current(entries: Column, existing: set[int], generations: dict[int, int]) -> Column:
+def _current(existing: set[int], generations: dict[int, int]) -> Column:
+    """By number of a segment its generation, and 0, which is none, if there is no such segment."""
+    current = np.zeros(max(existing, default=0) + 2, np.uint64)
+    for segment in existing:
+        current[segment] = generations.get(segment, 0)
+    return current
+
+
+def _is_current(entries: Column, current: Column) -> Column:
     """Which entries name a segment that exists, as it was filled last."""
-    segments, which = np.unique(entries["segment"], return_inverse=True)
-    current = [generations.get(s, -1) if s in existing else -1 for s in segments.tolist()]
-    is_known = np.array([generation >= 0 for generation in current], np.bool_)
-    wanted = np.array([max(0, generation) for generation in current], np.uint64)
-    is_current: Column = is_known[which] & (wanted[which] == entries["generation"])
+    wanted = current[np.minimum(entries["segment"], len(current) - 1)]
+    is_current: Column = (wanted != 0) & (wanted == entries["generation"])
     return is_current
 
 
@@ -161,11 +163,11 @@ def is_possible(record: Record, geometry: Geometry) -> bool:
 
 def _are_possible(entries: Column, geometry: Geometry) -> Column:
     """`is_possible`, of many entries at once."""
-    offset = entries["offset"]
+    offset = entries["offset"].copy()  # side by side: half the time
     possible: Column = (
         (entries["codec"] == CODEC_RAW)
         & (entries["stored_bytes"] == geometry.page_bytes)
-        & (offset % BLOCK_BYTES == 0)
+        & (offset & (BLOCK_BYTES - 1) == 0)
         & (offset >= BLOCK_BYTES)
         & (offset <= geometry.segment_bytes - geometry.stride_bytes)
     )

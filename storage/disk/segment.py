@@ -93,11 +93,18 @@ class SegmentFiles:
     def read(self, segment: int, vectors: Sequence[PageBuffer], offset: int) -> None:
         """Fill buffers from consecutive bytes; with `direct_io` all of them must be aligned."""
         with self._opened(segment, os.O_RDONLY) as fd:
-            done = read_exact(fd, vectors, offset)
-            if not self.direct_io:
-                os.posix_fadvise(fd, offset, done, os.POSIX_FADV_DONTNEED)
+            self.has_read(fd, offset, read_exact(fd, vectors, offset))
+
+    def open_for_reads(self, segment: int) -> int:
+        """A descriptor of a segment, for the caller to close; tell `has_read` what came."""
+        return self._open(segment, os.O_RDONLY)
+
+    def has_read(self, fd: int, offset: int, n_bytes: int) -> None:
+        """Count what was read, and drop it from the page cache if it went through that."""
+        if not self.direct_io and n_bytes:
+            os.posix_fadvise(fd, offset, n_bytes, os.POSIX_FADV_DONTNEED)
         with self._lock:
-            self.bytes_read += done
+            self.bytes_read += n_bytes
 
     def write(self, segment: int, vectors: Sequence[PageBuffer], offset: int) -> None:
         """Write buffers to consecutive bytes; with `direct_io` all of them must be aligned."""
@@ -125,12 +132,14 @@ class SegmentFiles:
 
     @contextmanager
     def _opened(self, segment: int, flags: int) -> Iterator[int]:
-        if self.direct_io:
-            flags |= os.O_DIRECT
-        name = segment_name(segment)
-        folder = self._directory.segments_fd
-        fd = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        fd = self._open(segment, flags)
         try:
             yield fd
         finally:
             os.close(fd)
+
+    def _open(self, segment: int, flags: int) -> int:
+        if self.direct_io:
+            flags |= os.O_DIRECT
+        flags |= os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(segment_name(segment), flags, dir_fd=self._directory.segments_fd)

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from tiered_kv.errors import StoreClosedError, TieredKVError, TierIOError
+from tiered_kv.found import FoundPages
 from tiered_kv.keys import KEY_BYTES
 from tiered_kv.slots import SlotPool
 from tiered_kv.storage.base import Page, PageBuffer, Tier
@@ -29,7 +30,6 @@ from tiered_kv.storage.disk.records import Records, StoredPage
 from tiered_kv.storage.disk.recovery import Recovered, recover
 from tiered_kv.storage.disk.segment import SegmentFiles
 
-_CHUNK_SLOTS = 4096
 _SMALL_PAGE_BYTES = 16 << 10
 _GROUP_PAGES = 1024  # committed at once, while the next are written: 3 ms, and a disk has its time
 _BYTE_BY_BYTE = (1,)
@@ -107,8 +107,7 @@ class DiskTier(Tier):
         self._files = files
         self._catalog = recovered.catalog
         self._slots = SlotPool(geometry.capacity_pages)
-        for left in range(len(recovered.records), 0, -_CHUNK_SLOTS):  # a list of all is 40 B a page
-            assert self._slots.reserve(min(left, _CHUNK_SLOTS)), "recovery keeps what fits"
+        self._slots.take_first(len(recovered.records))
         self._records = Records(recovered.records, geometry.segments)
         self.recovered_pages = len(recovered.records)
         self.was_rebuilt = recovered.was_rebuilt
@@ -193,6 +192,14 @@ class DiskTier(Tier):
         self._require_open()
         yield from self._records.pages()
 
+    def found(self) -> FoundPages:
+        """Every page stored now, in columns, for whoever takes over all of them; no I/O.
+
+        Blocks writers and readers for 0.2 s a million pages.
+        """
+        self._require_open()
+        return self._records.found()
+
     def reserve(self, n: int) -> list[int] | None:
         self._require_open()
         with self._slots_lock:
@@ -259,15 +266,16 @@ class DiskTier(Tier):
                 f"{len(pages)} pages for slots {list(slots)}: one distinct slot a page"
             )
         with self._slots_lock:
-            if not all(map(self._slots.is_taken, slots)):
+            if not self._slots.are_taken(slots):
                 slot = next(slot for slot in slots if not self._slots.is_taken(slot))
                 raise ValueError(f"disk slot {slot} is not reserved")
         self._validate_buffers(
             [page.parts if isinstance(page, PartedPage) else page.data for page in pages]
         )
-        for page in pages:
-            if len(page.key) != KEY_BYTES or len(page.parent or page.key) != KEY_BYTES:
-                raise ValueError(f"a page key has {KEY_BYTES} bytes, not {len(page.key)}")
+        keys, parents = [page.key for page in pages], [page.parent for page in pages]
+        wrong = {*map(len, keys), *map(len, filter(None, parents))} - {KEY_BYTES}
+        if wrong:
+            raise ValueError(f"a page key has {KEY_BYTES} bytes, not {min(wrong)}")
 
     def _validate_buffers(self, buffers: Iterable[PageParts]) -> None:
         row = (self.page_bytes,)
@@ -300,6 +308,15 @@ class DiskTier(Tier):
             raise ValueError(f"{len(into)} buffers for {len(slots)} slots")
         self._validate_buffers(into)
         return self._reader.read(slots, into)
+
+    def begin_read(
+        self, slots: Sequence[int], into: Sequence[PageParts]
+    ) -> Callable[[], list[TieredKVError | None]]:
+        self._require_open()
+        if len(slots) != len(into):
+            raise ValueError(f"{len(into)} buffers for {len(slots)} slots")
+        self._validate_buffers(into)
+        return self._reader.begin(slots, into)
 
     def check(self, fix: bool = False) -> DiskReport:
         """Verify every page, header and counter; reads the whole store. Only writers wait.

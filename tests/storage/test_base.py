@@ -46,6 +46,20 @@ def test_free_refuses_a_slot_that_is_free_unknown_or_named_twice_and_frees_none(
         assert pool.used == 3
 
 
+def test_the_first_slots_of_a_pool_are_taken_unnamed() -> None:
+    pool = SlotPool(6)
+    pool.take_first(0)
+    pool.take_first(4)
+    assert pool.used == 4
+    assert [pool.is_taken(slot) for slot in range(6)] == [True] * 4 + [False] * 2
+    pool.free([1])
+    assert pool.reserve(2) == [1, 4]
+    with pytest.raises(ValueError, match="the first 2 of 6 slots"):
+        pool.take_first(2)
+    with pytest.raises(ValueError, match="the first 3 of 2 slots"):
+        SlotPool(2).take_first(3)
+
+
 def test_a_named_slot_can_be_claimed_and_those_below_it_stay_free() -> None:
     pool = SlotPool(6)
     pool.reserve_exact(3)

@@ -27,6 +27,7 @@ from disk_rig import (
 )
 
 from tiered_kv.errors import CorruptPageError, StoreClosedError, TierIOError
+from tiered_kv.found import FIRST, LOST
 from tiered_kv.storage.base import Page
 from tiered_kv.storage.disk import DiskTier
 
@@ -242,16 +243,22 @@ def test_pages_freed_while_they_are_listed_are_left_out(tier: DiskTier) -> None:
     assert [first.slot, *(found.slot for found in listed)] == [0, 1, 2, 4]
 
 
-def test_reopened_keys_and_parents_are_the_same_bytes(path: Path) -> None:
-    """A key kept twice costs 80 bytes a page."""
+def test_what_is_found_in_columns_is_what_is_found_page_by_page(path: Path) -> None:
+    """After an opening, where rows are in order of keys, and after pages came and went."""
     tier = open_tier(path)
     put(tier, [*chain(range(10)), page(50, parent=key_of(49))])
     tier.close()
     again = open_tier(path)
-    listed = list(again.pages())
-    keys = {found.key: found.key for found in listed}
-    assert [found.parent is keys[key_of(n)] for n, found in enumerate(listed[1:10])] == [True] * 9
-    assert (listed[0].parent, listed[10].parent) == (None, key_of(49))
+    for _ in range(2):
+        found, listed = again.found(), sorted(again.pages(), key=lambda stored: stored.slot)
+        assert found.keys == [stored.key for stored in listed]
+        assert found.slot.tolist() == [stored.slot for stored in listed]
+        row_of = {key: row for row, key in enumerate(found.keys)} | {None: FIRST}
+        assert found.parent.tolist() == [row_of.get(stored.parent, LOST) for stored in listed]
+        ordered = [found.keys[row] for row in np.argsort(found.rank)]
+        assert ordered == [stored.key for stored in again.pages()]
+        again.free([stored.slot for stored in listed if stored.key in (key_of(3), key_of(9))])
+        put(again, [page(70, parent=key_of(8)), page(71)])
     again.close()
 
 

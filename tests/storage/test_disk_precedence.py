@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,15 @@ from tiered_kv.storage.disk import DiskTier
 from tiered_kv.storage.disk.precedence import Precedence
 
 PATIENCE_S = 30
+
+
+@contextmanager
+def reading(precedence: Precedence) -> Iterator[None]:
+    precedence.begin_read()
+    try:
+        yield
+    finally:
+        precedence.end_read()
 
 
 def until(is_true: Callable[[], bool]) -> None:
@@ -47,7 +57,7 @@ class Chunks:
 
 def test_a_chunk_passes_at_once_when_nobody_reads() -> None:
     precedence = Precedence()
-    with precedence.reading():
+    with reading(precedence):
         pass
     precedence.let_reads_pass(1 << 30)
     assert precedence.held_chunks == 0
@@ -55,8 +65,8 @@ def test_a_chunk_passes_at_once_when_nobody_reads() -> None:
 
 def test_a_chunk_waits_till_the_last_read_has_ended() -> None:
     precedence = Precedence()
-    with precedence.reading():
-        with precedence.reading():
+    with reading(precedence):
+        with reading(precedence):
             chunks = Chunks(precedence, 1)
             until(lambda: precedence.held_chunks == 1)
         assert not chunks.passed.acquire(blocking=False)
@@ -66,7 +76,7 @@ def test_a_chunk_waits_till_the_last_read_has_ended() -> None:
 
 def test_a_chunk_waits_for_no_more_bytes_of_reads_than_it_has() -> None:
     precedence = Precedence()
-    with precedence.reading():  # it never ends
+    with reading(precedence):  # it never ends
         precedence.has_read(1000)  # before the chunk came: does not count
         chunks = Chunks(precedence, 1)
         until(lambda: precedence.held_chunks == 1)
@@ -80,7 +90,7 @@ def test_a_chunk_waits_for_no_more_bytes_of_reads_than_it_has() -> None:
 def test_each_chunk_waits_in_turn() -> None:
     """Three writing threads must not all go when one chunk's worth has been read."""
     precedence = Precedence()
-    with precedence.reading():
+    with reading(precedence):
         chunks = Chunks(precedence, 3)
         for number in (1, 2, 3):
             until(lambda wanted=number: precedence.held_chunks == wanted)  # type: ignore[misc]

@@ -30,6 +30,7 @@ from tiered_kv.layout import KVLayout
 from tiered_kv.storage.base import Page
 from tiered_kv.storage.disk.catalog import Catalog
 from tiered_kv.storage.disk.runs import MIN_RUN_BYTES, RUN_BYTES, plan_runs, run_bytes
+from tiered_kv.storage.disk.segment import SegmentFiles
 from tiered_kv.store import TieredStore
 
 STRIDE = 64 << 10
@@ -37,17 +38,16 @@ STRIDE = 64 << 10
 
 @pytest.fixture
 def read_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes of every preadv of more than a header, in the order they were done."""
+    """Bytes of every read of more than a header, in the order they were done."""
     sizes: list[int] = []
-    real = os.preadv
+    real = SegmentFiles.has_read
 
-    def preadv(fd: int, vectors: Any, offset: int) -> int:
-        done = real(fd, vectors, offset)
-        if done > 4096:
-            sizes.append(done)
-        return done
+    def has_read(self: SegmentFiles, fd: int, offset: int, n_bytes: int) -> None:
+        real(self, fd, offset, n_bytes)
+        if n_bytes > 4096:
+            sizes.append(n_bytes)
 
-    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(SegmentFiles, "has_read", has_read)
     return sizes
 
 

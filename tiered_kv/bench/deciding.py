@@ -25,9 +25,10 @@ from pathlib import Path
 import numpy as np
 
 from tiered_kv.errors import TieredKVError
+from tiered_kv.found import FIRST, FoundPages
 from tiered_kv.keys import KeyChain, Namespace, PageKey, page_keys
 from tiered_kv.plan import DISK, HBM, HOST, TIERS, Draft, Plan
-from tiered_kv.planner import Planner, StoredPage
+from tiered_kv.planner import Planner
 from tiered_kv.slots import SlotPool
 
 SHORT_PAGES = 16
@@ -109,19 +110,24 @@ class _Decided:
     def fill(self) -> None:
         """Disk as after a restart, host by puts."""
         long_pages, capacity = self._load.long_pages, self.planner.room.capacity
-        self.planner.adopt(DISK, self._stored(chains(capacity[DISK], long_pages)))
+        self.planner.adopt(DISK, self._found(chains(capacity[DISK], long_pages), capacity[DISK]))
         for keys in chains(capacity[HOST], long_pages):
             self.put(keys)
 
-    def _stored(self, below: Iterator[KeyChain]) -> Iterator[StoredPage]:
+    def _found(self, below: Iterator[KeyChain], pages: int) -> FoundPages:
+        """Conversations as a tier would have found them, in the order in which they were put."""
+        self._disk_slots.take_first(pages)
+        found: list[PageKey] = []
+        parent = np.arange(-1, pages - 1, dtype=np.int32)
+        ends: dict[PageKey, int] = {}  # the last page of what begins a conversation, and its row
         for keys in below:
             self._note(keys)
-            slots = self._disk_slots.reserve(len(keys))
-            assert slots is not None, "disk has room for what it is filled with"
-            parent = keys.parent
-            for key, slot in zip(keys, slots, strict=True):
-                yield StoredPage(key, parent, slot)
-                parent = key
+            parent[len(found)] = FIRST if keys.parent is None else ends[keys.parent]
+            found += keys
+            if keys.parent is None:
+                ends[keys[-1]] = len(found) - 1
+        rows = np.arange(pages)
+        return FoundPages(found, parent, rows.astype(np.int32), rows, None)
 
     def _note(self, keys: KeyChain) -> None:
         if len(keys) == self._load.long_pages:
@@ -187,9 +193,9 @@ class _Decided:
         started = time.thread_time()
         grants = planner.room.on_host(pages, draft)
         taken = time.thread_time() - started
-        assert len(grants) == pages, "a full host makes room for as little as this"
+        assert len(grants.slots) == pages, "a full host makes room for as little as this"
         planner.carry_out(Plan(demote=tuple(draft.demote), pins=tuple(draft.pins)))
-        planner.room.free(HOST, [grant.slot for grant in grants])
+        planner.room.free(HOST, grants.slots)
         self.put(KeyChain(new_keys(pages)))  # and host is full again
         return taken / pages
 

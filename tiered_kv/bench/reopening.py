@@ -197,7 +197,7 @@ def _open_once(directory: Directory) -> tuple[float, float]:
     try:
         pools: dict[str, Slots] = {HOST: SlotPool(1), DISK: tier}
         planner = Planner(pools, {HOST: 1, DISK: tier.capacity_pages})
-        planner.adopt(DISK, tier.pages())
+        planner.adopt(DISK, tier.found())
         ended = time.perf_counter(), time.process_time()
         assert len(planner.index) == directory.pages, "every page is found and has its parent"
     finally:

@@ -27,5 +27,9 @@ class Fifo(LeafFirst):
             self._arrived[page] = self._tree.last_use(page)
         super().insert(pages)
 
+    def fill(self, pages: range) -> None:
+        self._arrived = array("q", self._tree.last_uses(pages))
+        super().fill(pages)
+
     def rank(self, page: int) -> int:
         return self._arrived[page]

@@ -13,5 +13,5 @@ class Lru(LeafFirst):
     """Ranks a page by its last use, and what a hint adds to it."""
 
     def rank(self, page: int) -> int:
-        rank = self._tree.last_use(page) + self._tree.favour(page)
+        rank = self._tree.favoured_use(page)
         return rank if rank > 0 else 0

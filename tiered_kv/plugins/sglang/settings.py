@@ -40,7 +40,7 @@ class StorageSettings(BaseModel):
         default="lru", description="the order in which a full disk gives pages up"
     )
     io_threads: int = Field(
-        default=4, ge=1, le=64, description="threads of each rank that read the disk"
+        default=4, ge=1, le=64, description="disk reads of each rank under way at once"
     )
 
     @classmethod

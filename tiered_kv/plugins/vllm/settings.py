@@ -37,7 +37,7 @@ class TieredKVSettings(BaseModel):
     policy: PolicyName = Field(
         default="lru", description="the order in which full tiers give pages up"
     )
-    io_threads: int = Field(default=4, ge=1, le=64, description="threads that read the disk")
+    io_threads: int = Field(default=4, ge=1, le=64, description="reads under way at once")
     store: StorePolicy = Field(
         default="all", description="what is stored. all: prompts and answers; prompt: prompts alone"
     )

@@ -25,7 +25,7 @@ class TierSettings(BaseModel):
     policy: PolicyName = Field(
         default="lru", description="the order in which a full disk gives pages up"
     )
-    io_threads: int = Field(default=4, ge=1, le=64, description="threads that read the disk")
+    io_threads: int = Field(default=4, ge=1, le=64, description="reads under way at once")
     model_name: str = Field(
         default="",
         description="a name for the weights; enters every key. Needed where the model is not a "

@@ -1,0 +1,166 @@
+"""Runs that one thread has under way on the medium: so many at once, others when they are done."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from tiered_kv.storage.base import PageBuffer
+from tiered_kv.storage.disk.columns import Column
+from tiered_kv.storage.disk.direct_io import BLOCK_BYTES, aligned_buffer, iovecs
+from tiered_kv.storage.disk.medium import Medium
+from tiered_kv.storage.disk.requests import MOST_REQUESTS, Request, Requests
+from tiered_kv.storage.disk.runs import RUN_BYTES, Run
+from tiered_kv.storage.disk.segment import SegmentFiles
+
+
+class Errand(Protocol):
+    """What runs are read for."""
+
+    def vectors(self, run: Run) -> Sequence[PageBuffer]:
+        """What a run is read into, if that can be done in place."""
+
+    def landed(self, run: Run, detour: PageBuffer | None, error: OSError | None) -> None:
+        """A run has been read, to `detour` if not in place, or it could not be."""
+
+    def broke(self, error: BaseException) -> None:
+        """Nothing more of it will land."""
+
+
+class Lane:
+    """The runs of one thread, which alone may call.
+
+    What has come is verified while the medium is busy with what has not; before that the next runs
+    are begun.
+
+    Memory of its own: a buffer of a run for each that is under way at once, kept for the next, and
+    only where buffers of callers are not aligned or pages are no multiple of a block.
+
+    Args:
+        reach_bytes: so much is under way at once, or one run.
+        longest_bytes: of a run.
+    """
+
+    def __init__(
+        self, files: SegmentFiles, medium: Medium, reach_bytes: int, longest_bytes: int
+    ) -> None:
+        self._files = files
+        self._medium = medium
+        self._reach_bytes = reach_bytes
+        self._longest_bytes = max(RUN_BYTES, longest_bytes)
+        self._requests: Requests | None = None
+        self._waiting: deque[tuple[Errand, Run]] = deque()
+        self._under_way: dict[Request, tuple[Errand, Run, PageBuffer | None]] = {}
+        self._under_way_bytes = 0
+        self._arrived: deque[Request] = deque()
+        self._detours: list[PageBuffer] = []  # that are free
+
+    def add(self, errand: Errand, runs: Sequence[Run]) -> None:
+        """Begin as many as may be under way, and the others in their turn; does not block."""
+        self._waiting.extend([(errand, run) for run in runs])
+        self._begin()
+
+    def advance(self) -> None:
+        """Block until a run has landed, of whatever errand."""
+        self._take(self._on_medium().wait())
+        while self._arrived:
+            request = self._arrived[0]
+            errand, run, detour = self._under_way[request]
+            self._files.has_read(request.fd, request.offset, request.done)
+            errand.landed(run, detour, request.error)
+            self._arrived.popleft()
+            del self._under_way[request]
+            os.close(request.fd)
+            if detour is not None:  # the next takes it; so there are no more than are under way
+                self._under_way_bytes -= request.n_bytes
+                self._detours.append(detour)
+            # A virtual disk may tell of all it has done at once, and then has nothing to do.
+            self._take(self._on_medium().poll())
+
+    def abandon(self, error: BaseException) -> None:
+        """Give up all errands: returns when nothing is written to their buffers any more."""
+        try:
+            self._on_medium().drain()
+        finally:
+            errands = {id(errand): errand for errand, _ in self._waiting}
+            for request, (errand, _, _) in self._under_way.items():
+                os.close(request.fd)
+                errands[id(errand)] = errand
+            self._waiting.clear()
+            self._under_way.clear()
+            self._arrived.clear()
+            self._under_way_bytes = 0
+            for errand in errands.values():
+                errand.broke(error)
+
+    def read_alone(self, errand: Errand, run: Run) -> PageBuffer | None:
+        """Read one run with a plain system call; returns the detour it took, to be given back.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        vectors, _, detour = self._place(errand, run)
+        try:
+            self._files.read(run.segment, vectors, run.offset)
+        except OSError:
+            self.give_back(detour)
+            raise
+        return detour
+
+    def give_back(self, detour: PageBuffer | None) -> None:
+        """A detour is free again."""
+        if detour is not None:
+            self._detours.append(detour)
+
+    def _take(self, done: Sequence[Request]) -> None:
+        """Note what has come, and begin others in its place before it is verified."""
+        for request in done:
+            self._arrived.append(request)
+            if self._under_way[request][2] is None:
+                self._under_way_bytes -= request.n_bytes
+        self._begin()
+
+    def _begin(self) -> None:
+        requests, has_begun = self._on_medium(), False
+        while self._waiting and self._has_room(self._waiting[0][1]):
+            errand, run = self._waiting[0]
+            try:
+                fd = self._files.open_for_reads(run.segment)
+            except OSError as error:
+                self._waiting.popleft()
+                errand.landed(run, None, error)
+                continue
+            vectors, table, detour = self._place(errand, run)
+            request = Request(fd, vectors, table, run.offset)
+            self._under_way[request] = (errand, run, detour)
+            self._under_way_bytes += request.n_bytes
+            self._waiting.popleft()
+            requests.begin(request)
+            has_begun = True
+        if has_begun:
+            requests.submit()
+
+    def _has_room(self, run: Run) -> bool:
+        if not self._under_way:
+            return True
+        reach_bytes = self._under_way_bytes + run.n_bytes
+        return reach_bytes <= self._reach_bytes and len(self._under_way) < MOST_REQUESTS
+
+    def _place(
+        self, errand: Errand, run: Run
+    ) -> tuple[Sequence[PageBuffer], Column, PageBuffer | None]:
+        """What a run is read into, the same as `iovecs`, and the detour if it is one."""
+        vectors = errand.vectors(run)
+        table = iovecs(vectors)
+        if not self._files.direct_io or not (table % BLOCK_BYTES).any():
+            return vectors, table, None
+        detour = self._detours.pop() if self._detours else aligned_buffer(self._longest_bytes)
+        whole = [detour[: run.n_bytes]]
+        return whole, iovecs(whole), detour
+
+    def _on_medium(self) -> Requests:
+        if self._requests is None:
+            self._requests = self._medium.requests()
+        return self._requests

@@ -1,0 +1,44 @@
+"""What a run gives the streams to do: batches of moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from tiered_kv.plan import Move
+from tiered_kv.streams import Event, HalvesStream, Stream
+
+Batch = Sequence[Move]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """A batch for one stream.
+
+    Attributes:
+        work: makes the moves; returns those whose bytes are in place, or queued on the device.
+        ready: events of the caller's that come first.
+        done: fires when every move of the batch has arrived or failed.
+    """
+
+    stream: Stream
+    batch: Batch
+    work: Callable[[Batch], Batch]
+    ready: Sequence[Event] = ()
+    done: Event = field(default_factory=Event)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadJob:
+    """A batch for a stream that begins the next before it ends the first.
+
+    Attributes:
+        begin: begins the moves; what it returns ends them, as `Job.work` does.
+        done: as in `Job`; known to the stream before there is a job.
+    """
+
+    stream: HalvesStream
+    batch: Batch
+    begin: Callable[[Batch], Callable[[], Batch]]
+    done: Event
+    ready: Sequence[Event] = ()
