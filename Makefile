@@ -11,7 +11,7 @@ MOONCAKE := .venv-peer-mooncake
 
 help:
 	@echo "make demo          multi-turn conversations through HBM, host memory and disk, against recomputation"
-	@echo "make test          the test suite (no GPU, no network, under 3 minutes)"
+	@echo "make test          the test suite (no GPU, no network, under 5 minutes)"
 	@echo "make test-engines  the tests inside real engines on a CPU (vLLM, SGLang)"
 	@echo "make bench-peers   this store beside LMCache, SGLang, vLLM and Mooncake on this machine (10 minutes)"
 	@echo "make check         formatting, lint, types, then the test suite"

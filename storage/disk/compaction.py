@@ -87,19 +87,29 @@ class Compaction:
         for slot, record in copied:
             self._records.move(slot, record)
         self._commit()
-        self._free(victim)
+        self._free([victim])
+
+    def reuse(self, empty: Sequence[int]) -> None:
+        """The catalog names nothing in these segments: they are free, but those that are read.
+
+        So a write seldom waits for a commit of its own to have room: the one before has made it.
+        """
+        named = set(empty)
+        self._free(self._records.unread([s for s in self._log.sealed if s in named]))
 
     def _recycle_empty(self) -> None:
         empty = [s for s in self._log.sealed if not self._records.live_pages(s)]
         if empty:
             self._commit()  # until then the catalog may still name what lay there
-        for segment in empty:
-            self._free(segment)
+        self._free(empty)
 
-    def _free(self, segment: int) -> None:
-        self._records.wait_unread(segment)
-        self._log.sealed.remove(segment)
-        self._log.free.append(segment)
+    def _free(self, segments: Sequence[int]) -> None:
+        """Let segments be filled again, unless they may already; waits for who reads them."""
+        sealed = self._log.sealed
+        for segment in [segment for segment in segments if segment in sealed]:
+            self._records.wait_unread(segment)
+            sealed.remove(segment)
+            self._log.free.append(segment)
 
     def _copy(self, live: Sequence[tuple[int, Record]]) -> list[tuple[int, Record]]:
         if self._buffer is None:

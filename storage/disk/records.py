@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -42,10 +42,15 @@ class StoredPage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Unsaved:
-    """Changes that are true in memory and not yet in the catalog."""
+    """Changes that are true in memory and not yet in the catalog.
+
+    Attributes:
+        empty: segments of which the catalog names nothing once these changes are in it.
+    """
 
     moved: list[Record]
     deleted: list[tuple[PageKey, int]]
+    empty: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +147,8 @@ class Records:
         """The changes to commit; give them back with `return_unsaved` if that fails."""
         with self._changed:
             taken, self._unsaved = self._unsaved, Unsaved([], [])
-            return taken
+            empty = [segment for segment, live in enumerate(self._live_pages) if not live]
+            return replace(taken, empty=empty)
 
     def return_unsaved(self, taken: Unsaved) -> None:
         """A commit failed: keep its changes for the next."""
@@ -175,6 +181,11 @@ class Records:
             self._readers[segment] -= count
             if not self._readers[segment]:
                 self._changed.notify_all()
+
+    def unread(self, segments: Sequence[int]) -> list[int]:
+        """Those of the segments that nobody reads."""
+        with self._changed:
+            return [segment for segment in segments if not self._readers[segment]]
 
     def wait_unread(self, segment: int) -> None:
         """Block until nobody reads a segment; once its records have moved, no one new does."""

@@ -371,19 +371,19 @@ class DiskTier(Tier):
         self, added: Entries | None = None, when: Callable[[], None] = lambda: None
     ) -> None:
         unsaved = self._records.take_unsaved()
-        if not (added or unsaved.moved or unsaved.deleted):
-            return
-        try:
-            self._catalog.commit(
-                moved=unsaved.moved,
-                deleted=unsaved.deleted,
-                added=added,
-                generations=self._log.generations,
-                when=when,
-            )
-        except BaseException:
-            self._records.return_unsaved(unsaved)
-            raise
+        if added or unsaved.moved or unsaved.deleted:
+            try:
+                self._catalog.commit(
+                    moved=unsaved.moved,
+                    deleted=unsaved.deleted,
+                    added=added,
+                    generations=self._log.generations,
+                    when=when,
+                )
+            except BaseException:
+                self._records.return_unsaved(unsaved)
+                raise
+        self._compaction.reuse(unsaved.empty)
 
     def _require_open(self) -> None:
         if self._is_closed:

@@ -27,8 +27,11 @@ from tiered_kv.storage.disk.geometry import plan_geometry
 from tiered_kv.storage.slab import align_up
 from tiered_kv.store import TieredStore
 
-SETS_ON_DISK = 7
-"""Sets that the disk tier and the raw file hold: what is fresh space, and then is used again."""
+SETS_ON_DISK = 12
+"""Sets that the disk tier and the raw file hold: what is fresh space, and then is used again.
+
+A tenth of a tier's space is slack, which so has room for a set, as that of any tier in use has.
+"""
 
 _RING_SETS = 3
 _MIXED_PUT_SHARE = 0.3
@@ -147,7 +150,7 @@ class DiskStage:
 
 
 def disk_bytes(page_bytes: int, set_pages: int) -> int:
-    """A `disk_size` that holds seven sets of so many pages, and hardly more."""
+    """A `disk_size` that holds twelve sets of so many pages, and hardly more."""
     pages = SETS_ON_DISK * set_pages
     size = pages * align_up(page_bytes)
     while plan_geometry(page_bytes, size).capacity_pages < pages:
@@ -165,7 +168,7 @@ def disk_stage(
     is_direct: bool,
     ring: Ring | None = None,
 ) -> Iterator[DiskStage]:
-    """HBM for two sets, host for one and a half, disk for seven.
+    """HBM for two sets, host for one and a half, disk for twelve.
 
     Args:
         ring: sets that the directory holds already, from an earlier stage.
