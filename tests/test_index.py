@@ -106,6 +106,17 @@ def test_a_page_number_is_used_again_without_its_past(index: Index) -> None:
     assert index.hits_of[again] == 1
 
 
+def test_hints_without_end_take_no_memory_and_the_last_one_counts(index: Index) -> None:
+    host = index.by_name[HOST]
+    pages = [arrive(index, HOST, name)[0] for name in "abcd"]
+    for turn in range(1000):
+        index.hint(pages, 90 if turn % 2 else 10)
+    index.hint(pages[2:3], 0)
+    assert len(host.policy._heap) <= 2 * len(host.policy._queued) + len(pages)  # type: ignore[attr-defined]
+    assert index.victims(host, 9) == [pages[2], pages[0], pages[1], pages[3]]
+    assert index.victims(host, 9) == [pages[2], pages[0], pages[1], pages[3]]
+
+
 def test_forget_drops_only_what_is_nowhere_and_childless(index: Index) -> None:
     arrive(index, HOST, "a")
     new = index.add(chain("a", "b", "c"), -1)

@@ -11,6 +11,7 @@ from contracts import key_of
 from plan_rig import PlannerRig, chain
 
 from tiered_kv.found import FoundPages, StoredPage
+from tiered_kv.keys import KeyChain
 from tiered_kv.plan import DISK, HBM, HOST, LOAD_ALL, MISS_REASONS, Gate, Move, Plan
 from tiered_kv.planner import Planner
 from tiered_kv.slots import SlotPool
@@ -769,4 +770,25 @@ def test_a_get_that_joined_a_failed_fill_does_not_abort_the_next_one() -> None:
     assert third.arrived_pages() == 1
     for flight in (first, second, third):
         rig.release(flight)
+    rig.check()
+
+
+def test_a_put_does_not_drop_from_disk_what_it_puts_itself() -> None:
+    """An engine keeps its HBM to itself: disk alone has pages a and b when they are put again."""
+    rig = PlannerRig(hbm=0, host=2, disk=3)
+    rig.put(chain("a", "b"))
+    rig.put(chain("x", "y"))
+    rig.put(chain("a", "b"))
+    rig.check()
+    assert len(rig.planner.index.match(chain("a", "b"))) == 2
+    rig.put(chain("m", "n"))
+    rig.check()
+
+
+def test_a_put_that_names_a_key_twice_changes_nothing() -> None:
+    rig = PlannerRig(hbm=0, host=200, disk=0)
+    (key,) = chain("a")
+    with pytest.raises(ValueError, match="named twice"):
+        rig.planner.plan_put(KeyChain([key] * 120), range(120))
+    assert len(rig.planner.index) == 0
     rig.check()

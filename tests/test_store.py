@@ -82,6 +82,18 @@ def test_match_says_pending_while_pages_arrive(open_store: Rig) -> None:
     assert store.match(keys).state is PageState.HIT
 
 
+def test_a_put_whose_own_page_makes_room_for_the_others_stores_them_all(open_store: Rig) -> None:
+    store = open_store(hbm=16, host=4)
+    keys = chain(store, 5)
+    put_pages(store, keys[:1])
+    flush_hbm(store)
+    put_pages(store, chain(store, 3, 100))
+    assert put_pages(store, keys) == 5
+    assert store.stats().not_stored_pages == 0
+    settle(store)
+    assert index_problems(store, idle=True) == []
+
+
 def test_hit_longer_than_host_streams_through_it(open_store: Rig) -> None:
     """A long hit on disk must not be cut to what host holds (row 40)."""
     store = open_store(hbm=24, host=3)

@@ -284,7 +284,7 @@ class Index(Nodes):
             while page in nowhere and not children_of[page] and not is_held(page):
                 nowhere.remove(page)
                 parent = parent_of[page]
-                ids.pop(keys[page], None)  # type: ignore[arg-type]
+                ids.pop(self.key(page), None)
                 keys[page] = None
                 if self.favours:
                     self.favours.pop(page, None)
@@ -312,7 +312,7 @@ class Index(Nodes):
         self._nowhere.difference_update(pages)
         keys, ids = self._keys, self._ids
         for page in pages:
-            ids.pop(keys[page], None)  # type: ignore[arg-type]
+            ids.pop(self.key(page), None)
             keys[page] = None
         if self.favours:
             for page in pages:

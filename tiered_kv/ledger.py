@@ -105,7 +105,7 @@ class Ledger:
         if tier is None or not isinstance(moves, Moves):
             return [self.is_possible(move) for move in moves]
         is_there = tier.have(RESIDENT, moves.pages, moves.source_slots)
-        if all(is_there) and max(moves.after) < 0:  # nearly always
+        if all(is_there) and max(moves.after, default=-1) < 0:  # nearly always
             return is_there
         return [
             (is_sure and move.after < 0) or self.is_possible(move)

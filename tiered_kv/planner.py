@@ -9,6 +9,7 @@ bytes) and in an engine's scheduler process. Not locked: whoever owns it is.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import repeat
 
 import numpy as np
@@ -220,8 +221,13 @@ class Planner(Ledger):
         Args:
             keys: their keys; `keys.parent` says where the first hangs.
             slots: their HBM slots, one a key.
+
+        Raises:
+            ValueError: a key is named twice; nothing has changed.
         """
         draft = Draft()
+        if len(set(keys)) < len(keys):
+            raise ValueError("a key is named twice: keys must be those of consecutive pages")
         parent = -1 if keys.parent is None else self.index.find(keys.parent)
         if keys.parent is not None and parent < 0:
             draft.miss("no_parent", len(keys))
@@ -233,8 +239,9 @@ class Planner(Ledger):
         pages = self.index.add(keys, parent)
         bind, spare = self._bind(pages, slots)
         self.index.touch(pages)
-        store = self._stores(pages, slots, draft)
-        write = self._writes(pages_of(store), draft) if self._write_through else ()
+        with self._kept_on_disk(pages):  # room is made from the bottom: not by what is put itself
+            store = self._stores(pages, slots, draft)
+            write = self._writes(pages_of(store), draft) if self._write_through else ()
         on_host = self._host.states(pages)
         not_stored = sum(
             not state and not self.is_below_hbm(page)
@@ -252,6 +259,14 @@ class Planner(Ledger):
             spare_slots=tuple(spare),
             not_stored=not_stored,
         )
+
+    def _kept_on_disk(self, pages: list[int]) -> AbstractContextManager[None]:
+        disk = self._disk
+        if disk is None:
+            return nullcontext()
+        states = disk.states(pages)
+        on_disk = [page for page, state in zip(pages, states, strict=True) if state]
+        return self.room.held(disk, on_disk)
 
     def _bind(self, pages: list[int], slots: Sequence[int]) -> tuple[Sequence[Move], list[int]]:
         """Pages enter HBM where the caller has put them; slots of pages already there are spare."""

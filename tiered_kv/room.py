@@ -140,8 +140,10 @@ class Room:
     def held(self, tier: TierIndex, pages: Sequence[int]) -> Iterator[None]:
         """Keep pages in a tier while room is made in it."""
         self._index.pin(tier, pages)
-        yield
-        self._index.unpin(tier, pages)
+        try:
+            yield
+        finally:
+            self._index.unpin(tier, pages)
 
     def _victims(
         self, tier: TierIndex, n: int, keep: Sequence[int], *, demote: bool = False

@@ -100,7 +100,6 @@ class Run:
         waits = [move for step in (plan.load, plan.fill, plan.write) for move in waiting(step)]
         joined = {(move.source, move.key) for move in waits} & mover.arrivals.keys()
         self._join({key for _, key in joined})
-        unmoved = self._settle_unmoved()
         bound = Event()
         on_hbm = [*self._fill_jobs(), *self._store_jobs(bound)]
         jobs: list[Job | LoadJob] = [
@@ -110,6 +109,7 @@ class Run:
             *self._write_jobs(plan.write, WRITE_BATCH_BYTES),
         ]
         announced = [self._announce(in_motion(job.batch), job.done) for job in jobs]
+        unmoved = self._settle_unmoved()  # of which some may be demoted by this very plan
         self._bind(bound)
         for job, arriving in zip(jobs, announced, strict=True):
             self._submit(job, arriving)

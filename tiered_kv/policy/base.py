@@ -138,6 +138,10 @@ class LeafFirst(Policy):
         """Push leaves anew: a rank that fell would surface too late."""
         for page in self._tree.childless(pages):
             self._push(page)
+        if len(self._heap) > 2 * len(self._queued):  # of entries that only repeat others
+            queued = [page for page, is_queued in enumerate(self._queued) if is_queued]
+            self._heap = [self.rank(page) << 32 | page for page in queued]
+            heapq.heapify(self._heap)
 
     def _enqueue(self, pages: Sequence[int]) -> None:
         """Queue those of these resident pages that are leaves and not queued yet."""
@@ -153,8 +157,8 @@ class LeafFirst(Policy):
     def victims(self, n: int, protected: Callable[[int], bool]) -> list[int]:
         chosen: list[int] = []
         taken: dict[int, int] = {}  # parent -> children chosen so far
-        popped: list[int] = []
-        seen: set[int] = set()  # a page whose hint changed stands in the heap twice
+        popped: dict[int, int] = {}  # a page whose hint changed stands in the heap twice
+        seen: set[int] = set()
         extra: list[int] = []  # parents that became leaves in this call; in no heap yet
         following = -1  # such a parent that comes before all others: mostly the next to go
         heap, resident, known = self._heap, self._resident, len(self._resident)
@@ -174,7 +178,9 @@ class LeafFirst(Policy):
                 if fresh != entry:
                     heapq.heappush(heap, fresh)
                     continue
-                popped.append(entry)
+                if page in popped:
+                    continue
+                popped[page] = entry
             if page in seen or protected(page):
                 continue
             seen.add(page)
@@ -191,6 +197,6 @@ class LeafFirst(Policy):
                 following = parent
             else:
                 heapq.heappush(extra, entry)
-        for entry in popped:
+        for entry in popped.values():
             heapq.heappush(heap, entry)
         return chosen
