@@ -326,6 +326,9 @@ class DiskMixed(_DiskWay):
         return (self._pages_put(load) + self._pages_got(load)) * self.stage.page_bytes
 
     def before(self, load: Load) -> None:
+        # First of all, for what makes room there for other sets could be what is put next.
+        self._all = self.stage.next_cold(load)
+        self._wanted = list(self._leading(load))
         self.pages.own()
         wanted = self._pages_put(load)
         whole, rest = divmod(wanted, load.transfer_pages)
@@ -333,8 +336,6 @@ class DiskMixed(_DiskWay):
         made += self.pages.make(Load(1, rest)) if rest else []
         self.pages.put(made)
         self._put = wanted
-        self._all = self.stage.next_cold(load)
-        self._wanted = list(self._leading(load))
         self.stage.go_cold()
         self._count()
 
