@@ -35,6 +35,16 @@ _SEALED = np.dtype([("bytes", f"V{KEY_BYTES + _ENTRY.size}"), ("seal", "<u8")])
 assert _SEALED.itemsize == LISTED.itemsize
 
 
+_DAMAGE = (
+    lmdb.CorruptedError,
+    lmdb.CursorFullError,
+    lmdb.InvalidError,
+    lmdb.PageFullError,
+    lmdb.PageNotFoundError,
+    lmdb.PanicError,
+)
+
+
 class CatalogDamagedError(TieredKVError):
     """The catalog cannot be trusted and is to be rebuilt from the segments; stays in the tier."""
 
@@ -256,6 +266,11 @@ def _decode(key: bytes, value: bytes) -> tuple[Record, int]:
     hangs_from = PageKey(parent) if flags & HAS_PARENT else None
     record = Record(PageKey(key), hangs_from, checksum, sequence, segment, offset, stored, codec)
     return record, generation
+
+
+def shows_damage(error: TierIOError) -> bool:
+    """Whether a commit failed because of what LMDB found in its file, not of the medium."""
+    return isinstance(error.__cause__, _DAMAGE)
 
 
 def check_catalog_files(path: Path, map_bytes: int) -> None:

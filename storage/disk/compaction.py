@@ -28,7 +28,8 @@ class Compaction:
     Invariant, at every commit: at least one segment holds nothing that the catalog names.
     Compaction fills it with what is live in the emptiest segment, commits, and that one becomes the
     empty one. It always gains a page's place, because the tier never holds more than
-    `Geometry.capacity_pages`.
+    `Geometry.capacity_pages`. If it fails, what it was filling is sealed: no page of a user's goes
+    there before a segment is empty again.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Compaction:
         """Block until the log has a place for a page, compacting as often as that takes.
 
         Raises:
-            OSError: the medium failed or has no space for a segment file.
+            OSError: the medium failed or has no space for a segment file, or no segment is empty.
             TierIOError: the catalog could not be written.
         """
         while not self._log.places():
@@ -62,7 +63,7 @@ class Compaction:
                 self._recycle_empty()
             if len(self._log.free) >= 2:
                 self._log.fill_next()
-            elif self._log.sealed:
+            elif self._log.sealed and self._log.free:
                 self.compact(min(self._log.sealed, key=self._records.live_pages))
             else:
                 raise OSError(errno.ENOSPC, "no segment is left to fill")
@@ -72,7 +73,23 @@ class Compaction:
 
         A record that no longer agrees with its checksum is dropped and logged. Readers of the
         segment are waited for before it may be filled again.
+
+        Whatever it raises, a segment is left that the catalog does not name, or will not after the
+        next commit: the one begun here, or the victim once its records have moved in memory.
         """
+        before = list(self._log.free)
+        try:
+            self._move(self._copied(victim))
+            self._commit()
+        except BaseException:
+            self._log.abandon()
+            begun = [segment for segment in before if segment not in self._log.free]
+            self._free([segment for segment in begun if not self._records.live_pages(segment)])
+            raise
+        self._free([victim])
+
+    def _copied(self, victim: int) -> list[tuple[int, Record]]:
+        """What is live in a segment as it lies now elsewhere too, durable."""
         self._log.drain()
         live = self._records.in_segment(victim)
         copied: list[tuple[int, Record]] = []
@@ -84,10 +101,16 @@ class Compaction:
             live = live[count:]
         for segment in {record.segment for _, record in copied}:
             self._files.sync(segment)
-        for slot, record in copied:
-            self._records.move(slot, record)
-        self._commit()
-        self._free([victim])
+        return copied
+
+    def _move(self, copied: Sequence[tuple[int, Record]]) -> None:
+        try:
+            for slot, record in copied:
+                self._records.move(slot, record)
+        except BaseException:  # interrupted: with some here and some there no segment is empty
+            for slot, record in copied:
+                self._records.move(slot, record)
+            raise
 
     def reuse(self, empty: Sequence[int]) -> None:
         """The catalog names nothing in these segments: they are free, but those that are read.

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
+from tiered_kv.errors import TierIOError
 from tiered_kv.storage.base import PageBuffer
 from tiered_kv.storage.disk.columns import Column
-from tiered_kv.storage.disk.direct_io import BLOCK_BYTES, aligned_buffer, iovecs
+from tiered_kv.storage.disk.direct_io import BLOCK_BYTES, aligned_buffer, iovecs, read_exact
 from tiered_kv.storage.disk.medium import Medium
 from tiered_kv.storage.disk.requests import MOST_REQUESTS, Request, Requests
 from tiered_kv.storage.disk.runs import RUN_BYTES, Run
 from tiered_kv.storage.disk.segment import SegmentFiles
+
+MOST_SEGMENTS = 16
+"""Segments that one thread reads at once: each is a descriptor, of the 1,024 that a process has."""
+
+_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+_SHORTAGE_S, _PAUSE_S = 5.0, 2e-3
 
 
 class Errand(Protocol):
@@ -38,6 +47,10 @@ class Lane:
     Memory of its own: a buffer of a run for each that is under way at once, kept for the next, and
     only where buffers of callers are not aligned or pages are no multiple of a block.
 
+    A signal's exception may come after any call. Whoever gets one must `abandon`, which only a
+    second one cuts short. So what there is to give back is noted in the same call of C as it is
+    taken.
+
     Args:
         reach_bytes: so much is under way at once, or one run.
         longest_bytes: of a run.
@@ -55,6 +68,7 @@ class Lane:
         self._under_way: dict[Request, tuple[Errand, Run, PageBuffer | None]] = {}
         self._under_way_bytes = 0
         self._arrived: deque[Request] = deque()
+        self._open: dict[int, int] = {}  # segment -> descriptor, of those with runs under way
         self._detours: list[PageBuffer] = []  # that are free
 
     def add(self, errand: Errand, runs: Sequence[Run]) -> None:
@@ -72,7 +86,7 @@ class Lane:
             errand.landed(run, detour, request.error)
             self._arrived.popleft()
             del self._under_way[request]
-            os.close(request.fd)
+            self._close_unused()
             if detour is not None:  # the next takes it; so there are no more than are under way
                 self._under_way_bytes -= request.n_bytes
                 self._detours.append(detour)
@@ -80,18 +94,28 @@ class Lane:
             self._take(self._on_medium().poll())
 
     def abandon(self, error: BaseException) -> None:
-        """Give up all errands: returns when nothing is written to their buffers any more."""
+        """Give up all errands: returns when nothing is written to their buffers any more.
+
+        Raises:
+            OSError: the kernel did not let us wait for that; it has been told to cancel all, but
+                what the medium has begun may still be written.
+        """
         try:
-            self._on_medium().drain()
+            if self._requests is not None:
+                self._requests.drain()
+        except OSError:
+            broken, self._requests = self._requests, None
+            if broken is not None:
+                broken.close()
+            raise
         finally:
             errands = {id(errand): errand for errand, _ in self._waiting}
-            for request, (errand, _, _) in self._under_way.items():
-                os.close(request.fd)
-                errands[id(errand)] = errand
+            errands |= {id(errand): errand for errand, _, _ in self._under_way.values()}
             self._waiting.clear()
             self._under_way.clear()
             self._arrived.clear()
             self._under_way_bytes = 0
+            self._close_unused()
             for errand in errands.values():
                 errand.broke(error)
 
@@ -100,13 +124,18 @@ class Lane:
 
         Raises:
             OSError: it cannot be read.
+            TierIOError: the process has been out of descriptors or memory for seconds; that says
+                nothing about the page.
         """
         vectors, _, detour = self._place(errand, run)
         try:
-            self._files.read(run.segment, vectors, run.offset)
+            fd = self._opened_with_patience(run.segment)
+            self._files.has_read(fd, run.offset, read_exact(fd, vectors, run.offset))
         except OSError:
             self.give_back(detour)
             raise
+        finally:
+            self._close_unused()
         return detour
 
     def give_back(self, detour: PageBuffer | None) -> None:
@@ -127,14 +156,21 @@ class Lane:
         while self._waiting and self._has_room(self._waiting[0][1]):
             errand, run = self._waiting[0]
             try:
-                fd = self._files.open_for_reads(run.segment)
+                if self._under_way:
+                    fd = self._opened(run.segment)
+                else:
+                    fd = self._opened_with_patience(run.segment)
+            except TierIOError:  # a lasting shortage: of the whole read, and no page's
+                raise
             except OSError as error:
-                self._waiting.popleft()
+                if self._under_way and error.errno in _SHORTAGES:
+                    break  # the next that lands gives a descriptor back
                 errand.landed(run, None, error)
+                self._waiting.popleft()
                 continue
             vectors, table, detour = self._place(errand, run)
             request = Request(fd, vectors, table, run.offset)
-            self._under_way[request] = (errand, run, detour)
+            self._under_way[request] = (errand, run, detour)  # noted before it leaves `_waiting`
             self._under_way_bytes += request.n_bytes
             self._waiting.popleft()
             requests.begin(request)
@@ -145,8 +181,37 @@ class Lane:
     def _has_room(self, run: Run) -> bool:
         if not self._under_way:
             return True
+        if run.segment not in self._open and len(self._open) >= MOST_SEGMENTS:
+            return False
         reach_bytes = self._under_way_bytes + run.n_bytes
         return reach_bytes <= self._reach_bytes and len(self._under_way) < MOST_REQUESTS
+
+    def _opened(self, segment: int) -> int:
+        """A descriptor of a segment, the one there is if there is one."""
+        if segment not in self._open:
+            self._files.open_for_reads(segment, self._open)
+        return self._open[segment]
+
+    def _opened_with_patience(self, segment: int) -> int:
+        """The same, where no run of ours need land for it: others' may."""
+        deadline = time.monotonic() + _SHORTAGE_S
+        while True:
+            try:
+                return self._opened(segment)
+            except OSError as error:
+                if error.errno not in _SHORTAGES:
+                    raise
+                if time.monotonic() > deadline:
+                    message = f"{self._files.path(segment)} cannot be opened: {error.strerror}"
+                    raise TierIOError(message, tier="disk", errno=error.errno) from error
+            time.sleep(_PAUSE_S)
+
+    def _close_unused(self) -> None:
+        """Close what no run under way needs: each is forgotten and closed in one call of C."""
+        used = {run.segment for _, run, _ in self._under_way.values()}
+        unused = self._open.keys() - used
+        if unused:
+            list(map(os.close, map(self._open.pop, unused)))
 
     def _place(
         self, errand: Errand, run: Run

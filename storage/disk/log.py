@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -88,8 +89,10 @@ class SegmentLog:
         """Seal the segment that is being filled and begin the next free one.
 
         Raises:
-            OSError: its file could not be made.
+            OSError: its file could not be made, or no segment is free.
         """
+        if not self.free:
+            raise OSError(errno.ENOSPC, "no segment is left to fill")
         following = self.free[0]
         if following not in self._created:
             self._files.create(following)
@@ -102,9 +105,9 @@ class SegmentLog:
 
     def seal(self) -> None:
         """Fill the present segment no further."""
-        if self._filling is not None:
-            self.sealed.append(self._filling)
-            self._filling = None
+        filled, self._filling = self._filling, None
+        if filled is not None:
+            self.sealed.append(filled)
 
     def claim(self, pages: int) -> tuple[Place, Column]:
         """The place of the next extent, of at most `places()` pages, and each one's offset."""
@@ -181,9 +184,16 @@ class SegmentLog:
         self._durable_below = batch.durable_below
 
     def abandon(self) -> None:
-        """After a failure: wait for what was begun, whatever became of it."""
+        """After a failure: wait for what was begun, whatever became of it, and seal.
+
+        What failed may have left a hole that shows a header of an older generation, whose length
+        would hide from a rebuild what is written behind it: so nothing is.
+        """
         wait(self._jobs)
         self._jobs.clear()
+        self.seal()
+        known = {*self.free, *self.sealed}  # an interrupt may have come between one and the other
+        self.sealed += [s for s in range(self._geometry.segments) if s not in known]
 
     def write_copy(self, place: Place, rows: Column, buffer: PageBuffer) -> None:
         """Write an extent from an aligned buffer that has its payloads behind room for a header."""

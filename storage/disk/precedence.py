@@ -17,9 +17,10 @@ class Precedence:
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._turn = threading.Lock()  # held by the chunk that goes next
-        self._reads = 0
+        self._reads: set[object] = set()
         self._read_bytes = 0
         self._held = 0
 
@@ -29,21 +30,23 @@ class Precedence:
         with self._changed:
             return self._held
 
-    def begin_read(self) -> None:
-        """A read begins to wait."""
-        with self._changed:
-            self._reads += 1
+    # `with self._lock` there, as a signal can leave `with self._changed` locked: that is not C.
 
-    def end_read(self) -> None:
-        """It has ended, well or not."""
-        with self._changed:
-            self._reads -= 1
+    def begin_read(self, read: object) -> None:
+        """A read begins to wait."""
+        with self._lock:
+            self._reads.add(read)
+
+    def end_read(self, read: object) -> None:
+        """It has ended, well or not, or has not begun. Twice is harmless."""
+        with self._lock:
+            self._reads.discard(read)
             if not self._reads:
                 self._changed.notify_all()
 
     def has_read(self, n_bytes: int) -> None:
         """So much of a read is done."""
-        with self._changed:
+        with self._lock:
             self._read_bytes += n_bytes
             self._changed.notify_all()
 

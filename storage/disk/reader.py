@@ -49,37 +49,35 @@ class PageReader:
 
     def read(self, slots: Sequence[int], into: Sequence[PageParts]) -> list[Outcome]:
         """Fill one buffer a slot; blocks. One outcome a slot, as `Tier.read` says."""
-        return self._begun(slots, into, may_block=True).finish()
+        reading = _Reading(self, self._lane(), slots, into)
+        try:
+            reading.begin(may_block=True)
+            return reading.finish()
+        except BaseException as error:
+            reading.give_up(error)
+            raise
 
     def begin(self, slots: Sequence[int], into: Sequence[PageParts]) -> Callable[[], list[Outcome]]:
         """Begin to fill one buffer a slot; what is returned blocks and ends it, as `read` does.
 
-        It must be called, once, by the thread that has called this.
+        It must be called, once, by the thread that has called this. (A signal's exception that
+        comes on the way from here to whoever keeps it leaves a read that never ends.)
         """
-        return self._begun(slots, into, may_block=False).finish
+        reading = _Reading(self, self._lane(), slots, into)
+        try:
+            reading.begin(may_block=False)
+            return reading.finish
+        except BaseException as error:
+            reading.give_up(error)
+            raise
 
     def close(self) -> None:
         """Give back what reading took; none is under way."""
         self.medium.close()
 
-    def _begun(
-        self, slots: Sequence[int], into: Sequence[PageParts], *, may_block: bool
-    ) -> _Reading:
-        lane = self._lane()
-        self.precedence.begin_read()
-        try:
-            found = self.records.locate(slots)
-        except BaseException:
-            self.precedence.end_read()
-            raise
-        reading = _Reading(self, lane, slots, into, found)
-        try:
-            reading.begin(run_bytes(len(found.keys) * self.stride_bytes, self._threads), may_block)
-        except BaseException as error:
-            lane.abandon(error)
-            reading.broke(error)
-            raise
-        return reading
+    def longest_run(self, pages: int) -> int:
+        """Bytes of the longest run that a read of so many pages is cut into."""
+        return run_bytes(pages * self.stride_bytes, self._threads)
 
     def _lane(self) -> Lane:
         lane: Lane | None = getattr(self._own, "lane", None)
@@ -91,7 +89,14 @@ class PageReader:
 
 
 class _Reading:
-    """One call of `read`: where its pages lie, where they go, what became of each slot."""
+    """One call of `read`: where its pages lie, where they go, what became of each slot.
+
+    A signal's exception (Ctrl-C) may come after any call. All that is counted or held for it is
+    noted here in the same step, and `broke`, which may come twice, gives it back; only a second
+    signal that comes during that leaves some behind.
+    """
+
+    _found: Located
 
     def __init__(
         self,
@@ -99,27 +104,30 @@ class _Reading:
         lane: Lane,
         slots: Sequence[int],
         into: Sequence[PageParts],
-        found: Located,
     ) -> None:
         self._reader = reader
         self._lane = lane
         self._slots = slots
         self._into = into
-        self._found = found
         self._outcomes: list[Outcome] = [None] * len(slots)
         self._buffers: list[Sequence[PageBuffer]] = []
-        self._held = found.held()  # segment -> pages of it that are still to be read
+        self._held: dict[int, int] = {}  # segment -> pages of it that are still to be read
         self._left = 0
         self._broke: BaseException | None = None
-        self._has_ended = False
 
-    def begin(self, longest_bytes: int, may_block: bool) -> None:
-        """Find its runs and begin them; one alone is read at once if that may block."""
-        found, into = self._found, self._into
+    def begin(self, *, may_block: bool) -> None:
+        """Find its runs and begin them; one alone is read at once if that may block.
+
+        Whatever it raises, `give_up` must follow.
+        """
+        reader, into = self._reader, self._into
+        reader.precedence.begin_read(self)
+        self._found = found = reader.records.locate(self._slots, self._held)
         for position, state in found.absent.items():
             self._outcomes[position] = self._absent(self._slots[position], state)
         self._buffers = [pieces(into[position]) for position in found.positions]
-        runs = plan_runs(found.segment, found.block, self._reader.stride_bytes, longest_bytes)
+        longest_bytes = reader.longest_run(len(found.keys))
+        runs = plan_runs(found.segment, found.block, reader.stride_bytes, longest_bytes)
         self._left = len(runs)
         if may_block and len(runs) == 1:
             self._read_now(runs[0])
@@ -131,14 +139,21 @@ class _Reading:
         try:
             while self._left and self._broke is None:
                 self._lane.advance()
+            if self._broke is not None:
+                raise self._broke
+            self._end()
+            return self._outcomes
         except BaseException as error:
-            self._lane.abandon(error)
-            self.broke(error)
+            self.give_up(error)
             raise
-        self._end()
-        if self._broke is not None:
-            raise self._broke
-        return self._outcomes
+
+    def give_up(self, error: BaseException) -> None:
+        """Whatever it has begun ends now, with all that its thread has under way. Idempotent."""
+        try:
+            if self._broke is None:
+                self._lane.abandon(error)
+        finally:
+            self.broke(error)
 
     def vectors(self, run: Run) -> list[PageBuffer]:
         """What a run is read into, if that can be done in place."""
@@ -163,30 +178,27 @@ class _Reading:
         else:
             for at, start in zip(run.wanted, run.starts, strict=True):
                 self._read_page(Run(run.segment, [at], [start], self._reader.stride_bytes))
-        self._reader.records.release(run.segment, len(run.wanted))
-        self._held[run.segment] -= len(run.wanted)
+        self._reader.records.release(run.segment, len(run.wanted), self._held)
         self._reader.precedence.has_read(run.n_bytes)
         self._left -= 1
 
     def broke(self, error: BaseException) -> None:
-        """Nothing more of it will land."""
+        """Nothing more of it will land. Twice is harmless."""
         self._broke = error
-        for segment, pages in self._held.items():
-            if pages:
-                self._reader.records.release(segment, pages)
-        self._held.clear()
+        for segment, pages in self._held.items():  # of none too: none may have been told of it
+            self._reader.records.release(segment, pages, self._held)
         self._end()
 
     def _end(self) -> None:
-        if not self._has_ended:
-            self._has_ended = True
-            self._reader.precedence.end_read()
+        self._reader.precedence.end_read(self)
 
     def _read_now(self, run: Run) -> None:
         detour: PageBuffer | None = None
         failure: OSError | None = None
         try:
             detour = self._lane.read_alone(self, run)
+        except TierIOError:  # a lasting shortage: of the whole read, and no page's
+            raise
         except OSError as error:
             failure = error
         self.landed(run, detour, failure)
@@ -195,6 +207,8 @@ class _Reading:
     def _read_page(self, run: Run) -> None:
         try:
             detour = self._lane.read_alone(self, run)
+        except TierIOError:
+            raise
         except OSError as error:
             self._note_failure(run, error)
         else:

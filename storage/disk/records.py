@@ -70,10 +70,6 @@ class Located:
     checksum: Column
     absent: dict[int, int]
 
-    def held(self) -> dict[int, int]:
-        """How many of them each segment has."""
-        return dict(_counted(self.segment))
-
 
 class Records:
     """A table of slots in flat columns, 98 bytes each, and the readers of each segment.
@@ -84,7 +80,8 @@ class Records:
 
     def __init__(self, found: Columns, segments: int) -> None:
         """Take over what a store held when it was opened: row i is stored in slot i."""
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._rows = found
         self._state = column(len(found.sequence), "u1")
         self._state[: len(found)] = STORED
@@ -97,12 +94,13 @@ class Records:
     def put(self, batch: Batch, here: slice, segment: int) -> None:
         """Note pages of a batch that are being written to a segment, in slots that are empty."""
         slots, rows = batch.slots[here], batch.rows[here]
-        with self._changed:
+        count = len(slots)
+        with self._lock:
             states = self._state[slots]
             assert ((states == EMPTY) | (states == LOST)).all()
-            self._state[slots] = WRITING
             self._rows.set_all(slots, rows, segment)
-            self._live_pages[segment] += len(slots)
+            self._state[slots] = WRITING  # with the next line one step: no signal between
+            self._live_pages[segment] += count
 
     def written(self, batch: Batch) -> Entries | None:
         """Where the pages of a batch that is being written lie now; None if some were lost."""
@@ -156,10 +154,17 @@ class Records:
             self._unsaved.moved[:0] = taken.moved
             self._unsaved.deleted[:0] = taken.deleted
 
-    def locate(self, slots: Sequence[int]) -> Located:
-        """Where these slots' pages lie; their segments are held until `release`."""
+    def locate(self, slots: Sequence[int], held: dict[int, int]) -> Located:
+        """Where these slots' pages lie; their segments are held until `release`.
+
+        A signal may end it at any step (its handler runs after calls and jumps, and nowhere else):
+        `held`, which is empty at first, is true all the time.
+
+        Args:
+            held: segment -> pages of it that this reader holds.
+        """
         wanted = np.fromiter(slots, np.int64, len(slots))
-        with self._changed:
+        with self._lock:  # in C, unlike `_changed`, which a signal may leave locked
             if self._is_closed:
                 raise StoreClosedError("the disk tier is closed")
             rows = self._rows
@@ -169,16 +174,21 @@ class Records:
             segment = rows.segment[found]
             for number, count in _counted(segment):
                 self._readers[number] += count
+                held[number] = count
             keys = rows.keys(found)
             absent = {at: int(states[at]) for at in np.flatnonzero(states != STORED).tolist()}
             return Located(
                 positions.tolist(), keys, segment, rows.block[found], rows.checksum[found], absent
             )
 
-    def release(self, segment: int, count: int) -> None:
-        """Readers of `count` records in a segment are done."""
-        with self._changed:
+    def release(self, segment: int, count: int, held: dict[int, int]) -> None:
+        """A reader of `count` records in a segment is done, and holds as many less of it.
+
+        Of none: to do again what a signal may have cut off.
+        """
+        with self._lock:
             self._readers[segment] -= count
+            held[segment] -= count
             if not self._readers[segment]:
                 self._changed.notify_all()
 

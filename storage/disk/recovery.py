@@ -9,9 +9,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tiered_kv.errors import TierIOError
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.base import PageBuffer
-from tiered_kv.storage.disk.catalog import Catalog, CatalogDamagedError, check_catalog_files
+from tiered_kv.storage.disk.catalog import (
+    Catalog,
+    CatalogDamagedError,
+    check_catalog_files,
+    shows_damage,
+)
 from tiered_kv.storage.disk.columns import Column, Columns
 from tiered_kv.storage.disk.direct_io import BLOCK_BYTES, aligned_buffer
 from tiered_kv.storage.disk.directory import StoreDirectory
@@ -100,8 +106,32 @@ def _load(catalog: Catalog, directory: StoreDirectory, existing: set[int]) -> Re
         records.append(listed)
     if stale:
         _log.warning("%s: %d catalog entries name no place that exists", directory.path, len(stale))
-    catalog.commit(deleted=stale, generations={}, identity=(marker.store_id, epoch + 1))
+    records, given_up = _with_one_empty(records, marker.geometry)
+    if given_up:
+        _log.warning("%s: no segment is empty: %d pages given up", directory.path, len(given_up))
+    identity = (marker.store_id, epoch + 1)
+    try:  # the first to look at LMDB's list of free pages
+        catalog.commit(deleted=stale + given_up, generations={}, identity=identity)
+    except TierIOError as error:
+        if shows_damage(error):
+            raise CatalogDamagedError(str(error)) from error
+        raise
     return Recovered(catalog, records, generations, epoch + 1, was_rebuilt=False)
+
+
+def _with_one_empty(
+    records: Columns, geometry: Geometry
+) -> tuple[Columns, list[tuple[PageKey, int]]]:
+    """`leave_one_empty`, and what was given up: key and sequence."""
+    is_held = np.zeros(geometry.segments, np.bool_)
+    is_held[records.segment[: len(records)]] = True
+    if not is_held.all():
+        return records, []
+    listed = [records.record(row) for row in range(len(records))]
+    kept = leave_one_empty(listed, geometry.segments)
+    keys = {record.key for record in kept}
+    lost = [(record.key, record.sequence) for record in listed if record.key not in keys]
+    return Columns.of(kept, geometry.capacity_pages, geometry.page_bytes), lost
 
 
 def _current(existing: set[int], generations: dict[int, int]) -> Column:
@@ -272,8 +302,8 @@ def keep_within(records: list[Record], limit: int) -> list[Record]:
 def leave_one_empty(records: list[Record], segments: int) -> list[Record]:
     """Give up the emptiest segment's pages, and what hangs from them, if no segment is empty.
 
-    Compaction needs an empty segment to copy into. With a catalog there always is one; without it,
-    the pages freed from that segment before show again.
+    Compaction needs an empty segment to copy into. With a catalog there is one, unless an older
+    version left the store without; if it is lost, pages freed from that segment show again.
     """
     held = Counter(record.segment for record in records)
     if len(held) < segments:

@@ -75,7 +75,10 @@ class Requests(ABC):
     def drain(self) -> None:
         """Block until nothing is under way, and forget it: no buffer is written to after that.
 
-        What was taken on and is not under way yet never will be.
+        What was taken on and is not under way yet never will be. An interrupt is raised after that.
+
+        Raises:
+            OSError: that cannot be waited for: close these, and use them no more.
         """
 
     @abstractmethod
@@ -93,8 +96,9 @@ class ThreadRequests(Requests):
         self._done: queue.SimpleQueue[Request] = queue.SimpleQueue()
 
     def begin(self, request: Request) -> None:
-        begun = threading.Event()
-        self._under_way[request] = self._pool.submit(self._carry_out, request, begun)
+        begun, future = threading.Event(), Future[None]()
+        self._under_way[request] = future  # before: a signal may come after any call
+        self._pool.submit(self._carry_out, request, future, begun)
         if len(self._under_way) <= self._threads:  # a thread may be free, and needs the lock of
             begun.wait(_HAND_OVER_S)  # the interpreter: going on, we would keep it from that 5 ms
 
@@ -115,20 +119,33 @@ class ThreadRequests(Requests):
         return done
 
     def drain(self) -> None:
-        for future in self._under_way.values():
-            future.cancel()
-        wait(self._under_way.values())
-        self._under_way.clear()
+        broke = None
+        while self._under_way:
+            try:
+                wait([future for future in self._under_way.values() if not future.cancel()])
+                self._under_way.clear()
+            except BaseException as error:  # threads still write
+                broke = error
         self._done = queue.SimpleQueue()
+        if broke is not None:
+            raise broke
 
     def close(self) -> None:
         """The pool is another's."""
 
-    def _carry_out(self, request: Request, begun: threading.Event) -> None:
+    def _carry_out(self, request: Request, future: Future[None], begun: threading.Event) -> None:
         begun.set()
+        if not future.set_running_or_notify_cancel():
+            return
+        failure: BaseException | None = None
         try:
             request.done = read_exact(request.fd, request.vectors, request.offset)
         except OSError as error:
             request.error = error
-        finally:
-            self._done.put(request)
+        except BaseException as error:
+            failure = error
+        self._done.put(request)
+        if failure is None:
+            future.set_result(None)
+        else:
+            future.set_exception(failure)

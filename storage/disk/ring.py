@@ -13,6 +13,7 @@ import mmap
 import os
 import platform
 import struct
+import time
 import weakref
 from typing import Any
 
@@ -30,6 +31,7 @@ _OFFSET_RINGS, _OFFSET_ENTRIES = 0, 0x10000000
 _NOP, _READV = 0, 1
 _ENTRY = struct.Struct("<BBHiQQIIQ24x")  # opcode, flags, priority, fd, offset, address, length, ..
 _COMPLETION = struct.Struct("<QiI")  # user data, result, flags
+_DRAIN_TRIES, _DRAIN_PAUSE_S = 100, 5e-3
 _U32, _U64 = ctypes.c_uint32, ctypes.c_uint64
 
 
@@ -194,14 +196,20 @@ class RingRequests(Requests):
         ring.tail = ring.taken()
         for number in [number for number in self._under_way if number >= ring.tail]:
             del self._under_way[number]
-        while self._under_way:
+        failures, is_left = 0, True
+        while is_left:  # once at least: a completion may have been forgotten and not passed
             try:
-                ring.enter(wait=1)
                 while (completion := ring.next_completion()) is not None:
                     self._under_way.pop(completion[0], None)
                     ring.pass_completion()
-            except OSError:  # the ring is broken; to wait on would be for ever
-                raise
+                is_left = bool(self._under_way)
+                if is_left:
+                    ring.enter(wait=1)
+            except OSError:  # no memory for a moment; or it is broken, and it would be for ever
+                failures += 1
+                if failures == _DRAIN_TRIES:
+                    raise
+                time.sleep(_DRAIN_PAUSE_S)
             except BaseException as error:
                 broke = error
         if broke is not None:

@@ -85,7 +85,7 @@ def assert_idle(tier: DiskTier) -> None:
     assert (own._under_way, own._under_way_bytes) == ({}, 0)
     assert not (own._waiting or own._arrived)
     assert not own._requests._under_way
-    assert tier._precedence._reads == 0
+    assert tier._precedence._reads == set()
     assert not any(tier._records._readers)
 
 
@@ -231,7 +231,7 @@ def test_a_begun_read_of_nothing_ends(tier: DiskTier) -> None:
     assert slots is not None
     outcomes = tier.begin_read(slots, buffers(2))()
     assert [type(outcome) for outcome in outcomes] == [TierIOError] * 2
-    assert tier._precedence._reads == 0
+    assert tier._precedence._reads == set()
 
 
 # -- what goes wrong -------------------------------------------------------------------------------

@@ -21,11 +21,12 @@ PATIENCE_S = 30
 
 @contextmanager
 def reading(precedence: Precedence) -> Iterator[None]:
-    precedence.begin_read()
+    read = object()
+    precedence.begin_read(read)
     try:
         yield
     finally:
-        precedence.end_read()
+        precedence.end_read(read)
 
 
 def until(is_true: Callable[[], bool]) -> None:

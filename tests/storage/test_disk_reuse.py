@@ -89,10 +89,11 @@ def test_a_segment_that_is_read_is_not_free_and_no_write_waits_for_its_reader(
     tier: DiskTier,
 ) -> None:
     filled = Filled(tier)
-    tier._records.locate(filled.slots[:1])
+    held: dict[int, int] = {}
+    tier._records.locate(filled.slots[:1], held)
     tier.free(filled.slots)
     filled.put()
     assert not filled.is_free
-    tier._records.release(filled.segment, 1)
+    tier._records.release(filled.segment, 1, held)
     filled.put()
     assert filled.is_free
