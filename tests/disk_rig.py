@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,3 +73,18 @@ def flip(tier: DiskTier, slot: int, path: Path, at: int = 100) -> None:
         byte = file.read(1)
         file.seek(record.offset + at)
         file.write(bytes([byte[0] ^ 1]))
+
+
+def raising_once(real: Callable[..., Any], error: type[BaseException]) -> Callable[..., Any]:
+    """A function that does what `real` does, and the first time raises after it: a signal's."""
+    calls = 0
+
+    def raising(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        done = real(*arguments)
+        if calls == 1:
+            raise error
+        return done
+
+    return raising

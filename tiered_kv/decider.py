@@ -252,7 +252,7 @@ class Decider:
     def _add_if_moving(
         self, kind: JobKind, plan: Plan, owner: str, slots: Sequence[int]
     ) -> Job | None:
-        if plan.moves():
+        if any(plan.steps()):
             return self._add(kind, plan, owner, slots)
         self._planner.end(plan)
         return None

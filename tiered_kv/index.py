@@ -145,11 +145,11 @@ class Index(Nodes):
     def spread(self, pages: Sequence[int]) -> dict[str, tuple[int, int]]:
         """By tier, of how many of the pages it is the `sources`, and how many of them arrive."""
         found: dict[str, tuple[int, int]] = {}
-        left = np.fromiter(pages, np.intp, len(pages))
+        left = numbers(pages)
         for tier in self.tiers:
             if not len(left):
                 break
-            states = np.frombuffer(tier.state, np.uint8)[left]
+            states = array_of(tier.state)[left]
             count = int(np.count_nonzero(states))
             if count:
                 found[tier.name] = count, int(np.count_nonzero(states == ARRIVING))

@@ -303,20 +303,20 @@ class DiskTier(Tier):
 
     def read(self, slots: Sequence[int], into: Sequence[PageParts]) -> list[TieredKVError | None]:
         """Fill one buffer a slot, which may be in parts; blocks. Aligned: without a copy."""
-        self._require_open()
-        if len(slots) != len(into):
-            raise ValueError(f"{len(into)} buffers for {len(slots)} slots")
-        self._validate_buffers(into)
+        self._validate_read(slots, into)
         return self._reader.read(slots, into)
 
     def begin_read(
         self, slots: Sequence[int], into: Sequence[PageParts]
     ) -> Callable[[], list[TieredKVError | None]]:
+        self._validate_read(slots, into)
+        return self._reader.begin(slots, into)
+
+    def _validate_read(self, slots: Sequence[int], into: Sequence[PageParts]) -> None:
         self._require_open()
         if len(slots) != len(into):
             raise ValueError(f"{len(into)} buffers for {len(slots)} slots")
         self._validate_buffers(into)
-        return self._reader.begin(slots, into)
 
     def check(self, fix: bool = False) -> DiskReport:
         """Verify every page, header and counter; reads the whole store. Only writers wait.

@@ -61,6 +61,19 @@ def finds(monkeypatch: pytest.MonkeyPatch) -> Callable[[BenchReport], None]:
     return set_found
 
 
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[TiersSettings]:
+    """What `bench tiers`, which measures nothing then, is told: the settings of each call."""
+    seen: list[TiersSettings] = []
+
+    def measure(settings: TiersSettings, show: Show) -> BenchReport:
+        seen.append(settings)
+        return FOUND
+
+    monkeypatch.setattr(tiers, "measure", measure)
+    return seen
+
+
 def bench(*arguments: str) -> int:
     return main(["bench", "tiers", *arguments])
 
@@ -309,20 +322,13 @@ def test_a_report_of_another_benchmark_is_no_baseline(
 
 
 def test_settings_come_from_the_environment_and_a_file_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    told: list[TiersSettings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[TiersSettings] = []
-
-    def measure(settings: TiersSettings, show: Show) -> BenchReport:
-        seen.append(settings)
-        return FOUND
-
-    monkeypatch.setattr(tiers, "measure", measure)
     monkeypatch.setenv("TIERED_KV_PATHS", "host-put,host-get")
     monkeypatch.setenv("TIERED_KV_DIRECTORY", str(tmp_path))
     (tmp_path / "b.toml").write_text('page_bytes = ["64KiB", "1MiB"]\nrepeats = 3\nhbm = "1MiB"\n')
     assert bench("--config", str(tmp_path / "b.toml"), "--repeats", "7") == 0
-    (settings,) = seen
+    (settings,) = told
     assert settings.page_bytes == (65536, 1 << 20) and settings.repeats == 7
     assert settings.paths == ("host-put", "host-get") and settings.directory == tmp_path
     assert "set_bytes" not in settings.model_fields_set
@@ -333,20 +339,17 @@ def test_settings_come_from_the_environment_and_a_file_too(
     [("page_bytes = 65536", "131072"), ('page_bytes = "64KiB"', '["128KiB"]')],
 )
 def test_a_single_size_may_be_a_number_and_a_list_may_be_json(
-    line: str, variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    line: str,
+    variable: str,
+    told: list[TiersSettings],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    seen: list[TiersSettings] = []
-
-    def measure(settings: TiersSettings, show: Show) -> BenchReport:
-        seen.append(settings)
-        return FOUND
-
-    monkeypatch.setattr(tiers, "measure", measure)
     (tmp_path / "b.toml").write_text(line)
     assert bench("--config", str(tmp_path / "b.toml")) == 0
     monkeypatch.setenv("TIERED_KV_PAGE_BYTES", variable)
     assert bench() == 0
-    assert [settings.page_bytes for settings in seen] == [(64 << 10,), (128 << 10,)]
+    assert [settings.page_bytes for settings in told] == [(64 << 10,), (128 << 10,)]
 
 
 def test_settings_of_a_benchmark_may_stay_in_the_environment_of_other_commands(

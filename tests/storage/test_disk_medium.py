@@ -15,7 +15,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from disk_rig import PAGE_BYTES, assert_holds, buffers, chain, flip, open_tier, page, put, record_of
+from disk_rig import (
+    PAGE_BYTES,
+    assert_holds,
+    buffers,
+    chain,
+    flip,
+    open_tier,
+    page,
+    put,
+    raising_once,
+    record_of,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -325,18 +336,9 @@ def test_what_breaks_in_between_leaves_nothing_under_way(
     open_before = descriptors()
     owner: Any = reader if where == "verify" else way
     name = "checksum_of" if where == "verify" else where
-    real, calls = getattr(owner, name), 0
-
-    def breaking(*arguments: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        done = real(*arguments)
-        if calls == 1:
-            raise error
-        return done
-
     other = tier.begin_read(slots[:20], buffers(20))  # of the same thread: it is given up too
-    monkeypatch.setattr(owner, name, breaking)
+    real = getattr(owner, name)
+    monkeypatch.setattr(owner, name, raising_once(real, error))
     with pytest.raises(error):
         tier.read(slots, buffers(60))
     with pytest.raises(error):

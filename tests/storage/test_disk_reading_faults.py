@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from disk_rig import PAGE_BYTES, assert_holds, buffers, chain, open_tier, put
+from disk_rig import PAGE_BYTES, assert_holds, buffers, chain, open_tier, put, raising_once
 
 from tiered_kv.errors import TierIOError
 from tiered_kv.storage.disk import DiskTier, lane, reader, ring, runs
@@ -92,17 +92,7 @@ def test_an_interrupt_after_counting_leaves_nothing_held(
 ) -> None:
     pages = chain(range(20))
     slots = put(tier, pages)
-    real, calls = getattr(owner, name), 0
-
-    def interrupted(*arguments: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        done = real(*arguments)
-        if calls == 1:
-            raise KeyboardInterrupt
-        return done
-
-    monkeypatch.setattr(owner, name, interrupted)
+    monkeypatch.setattr(owner, name, raising_once(getattr(owner, name), KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         tier.read(slots, buffers(20))
     assert set(tier._records._readers) == {0}
