@@ -32,6 +32,7 @@ from bench.markdown import file_name
 from bench.peers import cold
 from bench.peers.catalogue import PEERS, SMOKE
 from bench.peers.client import ROOT, missing
+from bench.peers.pages import WARM_UP_ROUNDS
 from bench.peers.report import render
 from bench.peers.results import Outcome, measurements, peers_ahead, verdicts
 from bench.peers.run import Driver, scratch
@@ -40,7 +41,7 @@ REPORTS = ROOT / "bench" / "reports"
 _PATHS = ("--dir", "--venv", "--rows", "--report")
 _SET_BYTES, _SMOKE_SET_BYTES = 128 << 20, 1 << 20
 _PAGE_BYTES, _SMOKE_PAGE_BYTES = (256 << 10, 2 << 20), (64 << 10, 256 << 10)
-_ROUNDS, _SMOKE_ROUNDS = 5, 1
+_ROUNDS, _SMOKE_ROUNDS = 9, 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -116,7 +117,7 @@ def _say_plan(outcome: Outcome) -> None:
     sizes = ", ".join(rows.size_text(size) for size in outcome.page_bytes)
     print(
         f"{rows.size_text(outcome.set_bytes)} a round in pages of {sizes}; "
-        f"{outcome.rounds} rounds and one to warm up"
+        f"{outcome.rounds} rounds and {WARM_UP_ROUNDS} to warm up"
     )
     for name in outcome.peers:
         why = outcome.failed.get(name)

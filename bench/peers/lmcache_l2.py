@@ -23,7 +23,7 @@ from lmcache.v1.distributed.l2_adapters.raw_block_l2_adapter import RawBlockL2Ad
 from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
 
 from bench.peers.adapter import Adapter, Setup, require
-from bench.peers.pages import Bytes
+from bench.peers.pages import DISK_SETS, Bytes
 
 _WAIT_S = 100.0
 _ALIGNMENT = 4096
@@ -166,7 +166,7 @@ class RawBlock(L2):
     def adapter_settings(self) -> dict[str, Any]:
         slot = self.setup.page_bytes + _ALIGNMENT  # its header
         path = self.setup.folder / "raw_block"
-        size = self._META_BYTES + (self.setup.pages + 2) * slot
+        size = self._META_BYTES + (DISK_SETS * self.setup.pages + 2) * slot
         with path.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, size)
         return {

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from bench.peers.adapter import Adapter, Setup, require
-from bench.peers.pages import LOOKUP_KEYS, Bytes
+from bench.peers.pages import DISK_SETS, LOOKUP_KEYS, Bytes
 from tiered_kv.config import StoreConfig
 from tiered_kv.disk_store import DiskStore
 from tiered_kv.keys import KeyChain, PageKey
@@ -17,7 +17,7 @@ from tiered_kv.layout import KVLayout
 from tiered_kv.store import TieredStore
 
 _PAGE_TOKENS = 16
-_DISK_SETS = 3  # a round leaves one; the rest is room for metadata and for space not yet reclaimed
+_HOST_SETS = 2.25  # as the pools of the others have
 _METADATA_BYTES = 64 << 20
 
 
@@ -46,9 +46,9 @@ class Store(Adapter):
         self._layout = KVLayout.uniform(setup.page_bytes, _PAGE_TOKENS, layers=1)
         self._settings = {
             "hbm": 2 * setup.set_bytes,
-            "host": setup.set_bytes + max(setup.page_bytes, setup.set_bytes // 8),
+            "host": int(_HOST_SETS * setup.set_bytes),
             "disk": setup.folder / "store",
-            "disk_size": _DISK_SETS * setup.set_bytes + _METADATA_BYTES,
+            "disk_size": DISK_SETS * setup.set_bytes + _METADATA_BYTES,
             "device": "cpu",
             "deadline_s": None,
         }
@@ -137,7 +137,7 @@ class Disk(Adapter):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self._size = _DISK_SETS * setup.set_bytes + _METADATA_BYTES
+        self._size = DISK_SETS * setup.set_bytes + _METADATA_BYTES
         self._store = DiskStore.open(setup.folder / "disk", self._size, setup.page_bytes, "bench")
 
     def configuration(self) -> dict[str, Any]:
@@ -150,7 +150,7 @@ class Disk(Adapter):
         return PageKey(digest)
 
     def put_durable(self) -> None:
-        stored = self._store.put(self.keys, self.sources())
+        stored = self._store.put(self.keys, self.sources(), [None, *self.keys[:-1]])
         require(sum(stored), self.setup.pages, "put")
 
     def get_cold(self) -> None:

@@ -13,6 +13,13 @@ import xxhash
 Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 
 LOOKUP_KEYS = 1000
+DISK_SETS = 3
+"""Rounds that a store's disk, the raw file and a peer of a fixed size have room for.
+
+They are overwritten in turn. On a disk that is told of deleted space (`discard`), as the virtual
+one of a cloud is, the first write to a place takes half as long again as later ones.
+"""
+WARM_UP_ROUNDS = DISK_SETS + 1  # by then every store writes where it has written before
 _SEED = 20
 
 

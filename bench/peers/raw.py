@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from bench.peers.adapter import Adapter, Setup
-from bench.peers.pages import Bytes, buffer, rows
+from bench.peers.pages import DISK_SETS, Bytes, buffer, rows
 
 READ_BYTES, READ_THREADS = 4 << 20, 4
 WRITE_BYTES, WRITE_THREADS = 8 << 20, 2
@@ -18,8 +18,8 @@ WRITE_BYTES, WRITE_THREADS = 8 << 20, 2
 class Raw(Adapter):
     """`put` and `get_host` are one contiguous copy each, disk operations large requests.
 
-    The file has been written once before it is timed: first writes into fresh space cost more on
-    many disks, and a limit is what can be had at best.
+    The file holds as many sets as a store's disk, each round writes and reads the next. It has been
+    written once before it is timed, as the stores have by then.
     """
 
     operations = ("put", "get_host", "put_durable", "get_cold")
@@ -32,8 +32,10 @@ class Raw(Adapter):
         self._readers = ThreadPoolExecutor(READ_THREADS)
         self._path = setup.folder / "raw"
         self._fd = _open_direct(str(self._path))
-        os.posix_fallocate(self._fd, 0, setup.set_bytes)
-        self.put_durable()
+        os.posix_fallocate(self._fd, 0, DISK_SETS * setup.set_bytes)
+        for number in range(DISK_SETS):
+            self.begin(number)
+            self.put_durable()
 
     def configuration(self) -> dict[str, Any]:
         """Request sizes and threads."""
@@ -41,11 +43,16 @@ class Raw(Adapter):
             "memcpy": "1 thread, contiguous",
             "read": f"O_DIRECT, {READ_BYTES >> 20} MiB x {READ_THREADS} threads",
             "write": f"O_DIRECT, {WRITE_BYTES >> 20} MiB x {WRITE_THREADS} threads, fdatasync",
-            "file": "allocated, written once before",
+            "file": f"{DISK_SETS} sets, written once before, overwritten in turn",
         }
 
     def versions(self) -> dict[str, str]:
         return {"numpy": np.__version__}
+
+    def begin(self, number: int) -> None:
+        """Go on to the next place in the file."""
+        super().begin(number)
+        self._start = number % DISK_SETS * self.setup.set_bytes
 
     def sources(self) -> list[Bytes]:
         return rows(self._source, self.setup.page_bytes)
@@ -62,7 +69,7 @@ class Raw(Adapter):
     def put_durable(self) -> None:
         def one(at: int) -> None:
             piece = self._source[at : at + WRITE_BYTES]
-            if os.pwritev(self._fd, [piece.data], at) != piece.nbytes:
+            if os.pwritev(self._fd, [piece.data], self._start + at) != piece.nbytes:
                 raise RuntimeError("short write")
 
         list(self._writers.map(one, range(0, self.setup.set_bytes, WRITE_BYTES)))
@@ -71,7 +78,7 @@ class Raw(Adapter):
     def get_cold(self) -> None:
         def one(at: int) -> None:
             piece = self._target[at : at + READ_BYTES]
-            if os.preadv(self._fd, [piece.data], at) != piece.nbytes:
+            if os.preadv(self._fd, [piece.data], self._start + at) != piece.nbytes:
                 raise RuntimeError("short read")
 
         list(self._readers.map(one, range(0, self.setup.set_bytes, READ_BYTES)))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from bench import markdown
 from bench.peers.catalogue import PEERS, RAW
-from bench.peers.pages import LOOKUP_KEYS
+from bench.peers.pages import DISK_SETS, LOOKUP_KEYS, WARM_UP_ROUNDS
 from bench.peers.results import SYNCED, Outcome, peers_ahead, verdicts
 from bench.rows import Measurement, Origin, size_text
 
@@ -72,8 +72,8 @@ def _facts(outcome: Outcome, where: Origin, command: Sequence[str]) -> str:
         "command": f"`{shlex.join(command)}`, environments by `make bench-peers`",
         "pages": f"random bytes, {size_text(outcome.set_bytes)} a round in pages of {sizes}, other "
         "bytes in every round",
-        "rounds": f"{outcome.rounds}, and one before them to warm up; within a round one operation "
-        "of one peer after the other, in an order that shifts from round to round",
+        "rounds": f"{outcome.rounds}, and {WARM_UP_ROUNDS} before them to warm up; within a round "
+        "one operation of one peer after the other, in an order that shifts from round to round",
         "verified": f"{outcome.verified_pages:,} pages read back, each compared by xxh3-128 "
         "outside the timed part, none wrong",
         "cold": _cold(outcome, cached),
@@ -181,7 +181,7 @@ def _configuration(outcome: Outcome) -> str:
     return f"At the last page size:\n\n```json\n{text}\n```"
 
 
-_NOT_SHOWN = """\
+_NOT_SHOWN = f"""\
 - No engine, no GPU: what a connector, a scheduler or a copy engine adds is not here.
 - One caller, whole sets, an otherwise idle store: nothing of mixed loads, of eviction under
   pressure (the others hold one round and are emptied after it; ours take the room of older rounds
@@ -194,5 +194,7 @@ _NOT_SHOWN = """\
   file by file, as safety would ask of it, costs more. Its checksums and recovery are not added.
 - `raw` copies a set in one piece. From about 24 MiB on glibc's memcpy bypasses the caches and is
   nearly twice as fast: copies page by page cannot reach it.
-- `raw` writes space that was written before; the files of a peer are new in every round.
+- Ours, `raw` and raw_block have room for {DISK_SETS} rounds and write where they have written
+  before, in turn; the peers that make a file a page write new space in every round, as they do in
+  use. A disk that is told of deleted space takes half as long again for that.
 - Mooncake's master and its threads are other processes: their CPU time is not in the table."""

@@ -13,7 +13,7 @@ from typing import Any
 from bench.peers import cold
 from bench.peers.catalogue import PEERS
 from bench.peers.client import ROOT, Client, WorkerError
-from bench.peers.pages import LOOKUP_KEYS
+from bench.peers.pages import LOOKUP_KEYS, WARM_UP_ROUNDS
 from bench.peers.protocol import OPERATIONS, Reply, Request
 from bench.peers.results import Outcome, Sample, add_synced
 
@@ -34,7 +34,7 @@ class Driver:
         self._operations: dict[str, list[str]] = {}
 
     def run(self) -> None:
-        """All page sizes, each in new processes; the first round of each warms up."""
+        """All page sizes, each in new processes; the first rounds of each warm up."""
         for page_bytes in self._outcome.page_bytes:
             try:
                 self._page_size(page_bytes)
@@ -66,9 +66,9 @@ class Driver:
             },
             self._opened,
         )
-        for number in range(self._outcome.rounds + 1):
+        for number in range(1 - WARM_UP_ROUNDS, self._outcome.rounds + 1):
             self._round(page_bytes, number)
-            print(f" {number or 'warm-up'}", end="", flush=True)
+            print(f" {number if number > 0 else 'warm-up'}", end="", flush=True)
         self._all("close", _OPERATION_S)
         for client in self._clients.values():
             client.stop()
@@ -80,9 +80,10 @@ class Driver:
         self._outcome.facts[client.peer.name] = reply.facts
 
     def _round(self, page_bytes: int, number: int) -> None:
+        """Rounds count from 1; those before warm up."""
         names = list(self._clients)
         first = number % max(1, len(names))
-        self._all("begin", _OPERATION_S, lambda _: {"number": number})
+        self._all("begin", _OPERATION_S, lambda _: {"number": number + WARM_UP_ROUNDS})
         for operation in OPERATIONS:
             for name in names[first:] + names[:first]:
                 if name in self._clients and operation in self._operations[name]:
@@ -100,7 +101,7 @@ class Driver:
         if operation.startswith("get"):
             checked = client.ask(Request("verify"), _OPERATION_S)
             self._outcome.verified_pages += int(checked.facts["verified_pages"])
-        if number:
+        if number > 0:
             is_lookup = operation.startswith("lookup")
             count = LOOKUP_KEYS if is_lookup else self._outcome.set_bytes
             best = sorted(zip(reply.seconds, reply.cpu_seconds, strict=True))
