@@ -48,6 +48,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type
     for module in (runs, reader, lane):
         monkeypatch.setattr(module, "RUN_BYTES", RUN_PAGES * PAGE_BYTES)
     monkeypatch.setattr(runs, "MIN_RUN_BYTES", RUN_PAGES * PAGE_BYTES)
+    monkeypatch.setattr(lane, "LEAST_REACH_BYTES", RUN_PAGES * PAGE_BYTES)
     if request.param == "threads":
         monkeypatch.setattr(medium, "is_ring_allowed", lambda: False)
         return ThreadRequests
@@ -93,7 +94,7 @@ def lane_of(tier: DiskTier) -> Any:
 
 def assert_idle(tier: DiskTier) -> None:
     own = lane_of(tier)
-    assert (own._under_way, own._under_way_bytes) == ({}, 0)
+    assert (own._under_way, own._under_way_bytes, own._waiting_bytes) == ({}, 0, 0)
     assert not (own._waiting or own._arrived)
     assert not own._requests._under_way
     assert tier._precedence._reads == set()
@@ -112,6 +113,27 @@ def test_many_runs_come_back_as_they_were(tier: DiskTier, taken: list[Request]) 
     assert len(taken) >= 4 * 50
     assert {request.error for request in taken} == {None}
     assert_idle(tier)
+
+
+def test_the_less_is_left_the_less_is_under_way_at_once(
+    tier: DiskTier, taken: list[Request], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes last is verified while nothing is read: it must not be all of a long reach."""
+    slots = put(tier, chain(range(24)))
+    own, run_bytes = lane_of(tier), RUN_PAGES * PAGE_BYTES
+    seen: list[tuple[int, int]] = []  # runs left, runs under way
+    advance = own.advance
+
+    def noted() -> None:
+        left = own._waiting_bytes + own._under_way_bytes
+        seen.append((left // run_bytes, own._under_way_bytes // run_bytes))
+        advance()
+
+    monkeypatch.setattr(own, "advance", noted)
+    assert tier.read(slots, buffers(24)) == [None] * 24
+    most = own._reach_bytes // run_bytes
+    assert seen[0] == (12, min(most, 6)) and seen[-1][1] == 1
+    assert all(under_way <= max(1, min(most, left // 2)) or left < 4 for left, under_way in seen)
 
 
 @pytest.mark.parametrize("page_bytes", [PAGE_BYTES, 20_000])
