@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -15,6 +17,17 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
     return number
+
+
+def new_file(text: str) -> Path:
+    """A file that can be written, so that no long run ends in vain."""
+    path = Path(text)
+    is_fit = os.access(path, os.W_OK) if path.exists() else os.access(path.parent, os.W_OK)
+    if path.is_dir() or not is_fit:
+        raise argparse.ArgumentTypeError(
+            f"{text} cannot be written: give a file in a folder of yours"
+        )
+    return path
 
 
 def n_bytes(text: str) -> int:

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench import rows
-from bench.arguments import positive
+from bench.arguments import new_file, positive
 from bench.engine_runs.comparison import differing_tokens
 from bench.engine_runs.conversations import Turn, Workload, questions
 from bench.engine_runs.models import SIZES
@@ -90,8 +90,8 @@ def _parser() -> argparse.ArgumentParser:
         default=Path(tempfile.gettempdir()) / "tiered-kv-models",
         help="where random models are kept between runs",
     )
-    parser.add_argument("--rows", type=Path, help="append rows to this file")
-    parser.add_argument("--report", type=Path, help="write the report to this file")
+    parser.add_argument("--rows", type=new_file, help="append rows to this file")
+    parser.add_argument("--report", type=new_file, help="write the report to this file")
     return parser
 
 

@@ -26,13 +26,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from bench import rows
+from bench.arguments import new_file
 from tiered_kv.bench.statistics import ratio_ci95
 from tiered_kv.config import StoreConfig
 from tiered_kv.layout import KVLayout
@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.foreground", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--smoke", action="store_true", help="small sizes")
-    parser.add_argument("--rows", type=Path, help="append rows to this file")
+    parser.add_argument("--rows", type=new_file, help="append rows to this file")
     return parser
 
 

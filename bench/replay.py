@@ -22,6 +22,7 @@ else:
     import tomli as tomllib
 
 from bench import rows
+from bench.arguments import new_file
 from tiered_kv.replay.report import TurnRecord
 from tiered_kv.replay.session import run_replay
 from tiered_kv.replay.settings import ReplaySettings
@@ -86,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dir", type=Path, help="where the disk tier stands (default: a temp folder)"
     )
-    parser.add_argument("--rows", type=Path, help="append the rows to this file")
+    parser.add_argument("--rows", type=new_file, help="append the rows to this file")
     return parser
 
 

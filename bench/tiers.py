@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import rows
+from bench.arguments import new_file
 from tiered_kv.bench.report import row_id
 
 BENCHES = ("tiers", "index")
@@ -96,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--smoke", action="store_true", help="small sizes")
     parser.add_argument("--only", nargs="+", choices=BENCHES, help="leave the others out")
     parser.add_argument("--dir", type=Path, help="on the disk to measure")
-    parser.add_argument("--rows", type=Path, help="append rows to this file")
+    parser.add_argument("--rows", type=new_file, help="append rows to this file")
     return parser
 
 

@@ -1,6 +1,6 @@
 """How does this store compare with its peers, without an engine and without a GPU?
 
-    python -m bench.peers                  on an idle machine, 8 minutes at most
+    python -m bench.peers                  on an idle machine, 6 minutes
     python -m bench.peers --smoke          ours and the machine alone, small sizes, no rows
     python -m bench.peers --dry-run        what would run, and what is missing
 
@@ -21,13 +21,14 @@ of ours fails, 2 for bad arguments.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from bench import rows
-from bench.arguments import n_bytes, positive
+from bench.arguments import n_bytes, new_file, positive
 from bench.markdown import file_name
 from bench.peers import cold
 from bench.peers.catalogue import PEERS, SMOKE
@@ -84,8 +85,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--venv", type=Path, default=ROOT, help="folder with the peers' environments"
     )
-    parser.add_argument("--rows", type=Path, help="append rows to this file")
-    parser.add_argument("--report", type=Path, help="write the report to this file")
+    parser.add_argument("--rows", type=new_file, help="append rows to this file")
+    parser.add_argument("--report", type=new_file, help="write the report to this file")
     return parser
 
 
@@ -134,7 +135,6 @@ def _conclude(outcome: Outcome, options: argparse.Namespace, words: Sequence[str
     if report is None and not options.smoke:
         report = REPORTS / file_name("peers", where.host, where.timestamp)
     if report is not None:
-        report.parent.mkdir(parents=True, exist_ok=True)
         command = ["python", "-m", "bench.peers", *_without_paths(words)]
         report.write_text(render(outcome, where, command), encoding="utf-8")
         print(f"report: {report}")
@@ -161,4 +161,5 @@ def _without_paths(words: Sequence[str]) -> list[str]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # files are removed on the way out
     sys.exit(main())

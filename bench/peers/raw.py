@@ -12,7 +12,7 @@ from bench.peers.adapter import Adapter, Setup
 from bench.peers.pages import DISK_SETS, Bytes, buffer, rows
 
 READ_BYTES, READ_THREADS = 4 << 20, 4
-WRITE_BYTES, WRITE_THREADS = 8 << 20, 2
+WRITE_BYTES, WRITE_THREADS = 8 << 20, 4
 
 
 class Raw(Adapter):

@@ -292,6 +292,8 @@ def errors_of(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> s
         (["--rounds", "0"], "0 is not 1 or more"),
         (["--peers", "redis"], "invalid choice: 'redis'"),
         (["--dir", "/no/such/place"], "--dir /no/such/place: no such directory"),
+        (["--rows", "/no/such/place/r.jsonl"], "--rows: /no/such/place/r.jsonl cannot be written"),
+        (["--report", "/"], "--report: / cannot be written: give a file in a folder of yours"),
     ],
 )
 def test_a_wrong_argument_is_one_clear_line(
