@@ -16,7 +16,7 @@ import torch
 
 from tiered_kv.errors import TieredKVError
 from tiered_kv.kernels.page_copy.api import Run, gather_pages, scatter_pages
-from tiered_kv.kernels.page_copy.rows import Rows
+from tiered_kv.kernels.page_copy.rows import selected
 from tiered_kv.storage.base import PageBuffer, check_batch
 from tiered_kv.storage.hbm import layer_steps
 
@@ -139,7 +139,7 @@ class AttachedHbm:
             there = [at for at, row in enumerate(rows) if row[group] != NULL_BLOCK]
             if low < high and there:
                 blocks = [rows[at][group] for at in there]
-                kept = pages if len(there) == len(pages) else _select(pages, there)
+                kept = pages if len(there) == len(pages) else selected(pages, there)
                 scatter_pages(runs, blocks, kept, low, high)
 
     def read(self, slots: Sequence[int], into: Sequence[PageBuffer]) -> list[TieredKVError | None]:
@@ -185,12 +185,6 @@ class AttachedHbm:
 
     def _unpacked(self, slots: Sequence[int]) -> list[tuple[int, ...]]:
         return [unpack_blocks(slot, self.groups, self.blocks) for slot in slots]
-
-
-def _select(pages: Sequence[PageBuffer], positions: Sequence[int]) -> Sequence[PageBuffer]:
-    if isinstance(pages, Rows):
-        return pages.select(positions)
-    return [pages[at] for at in positions]
 
 
 def _check(layers: Sequence[AttachedLayer]) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tiered_kv.errors import TieredKVError
-from tiered_kv.kernels.page_copy.rows import Rows
+from tiered_kv.kernels.page_copy.rows import shapes_of
 from tiered_kv.keys import PageKey
 from tiered_kv.slots import SlotPool
 
@@ -132,8 +132,7 @@ def check_batch(slots: Sequence[int], rows: Sequence[PageBuffer], page_bytes: in
     """
     if len(slots) != len(rows):
         raise ValueError(f"{len(rows)} pages for {len(slots)} slots: one slot a page")
-    shapes = [rows.matrix.shape[1:]] if isinstance(rows, Rows) else [row.shape for row in rows]
-    for shape in shapes:
+    for shape in shapes_of(rows):
         if shape != (page_bytes,):
             raise ValueError(f"a page is one row of {page_bytes} bytes, not shape {shape}")
 

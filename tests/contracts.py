@@ -23,9 +23,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tiered_kv.columns import FEW, Array, leading
 from tiered_kv.errors import CorruptPageError
 from tiered_kv.keys import PageKey
-from tiered_kv.policy import Policy
+from tiered_kv.policy import Policy, base
 from tiered_kv.storage.base import Page, PageBuffer, Tier
 
 _settings = settings(
@@ -500,7 +501,7 @@ class PlainTree:
     """A tier's tree as dicts: what a policy sees in these tests. Also keeps the policy informed."""
 
     def __init__(self) -> None:
-        self.parents: dict[int, int] = {}
+        self.above: dict[int, int] = {}
         self.inside: set[int] = set()
         self.arriving: set[int] = set()
         self.used_at: dict[int, int] = {}
@@ -510,11 +511,14 @@ class PlainTree:
         self.policy: Policy | None = None
 
     def parent(self, page: int) -> int:
-        return self.parents[page]
+        return self.above[page]
+
+    def parents(self, pages: Sequence[int]) -> Array:
+        return np.array([self.above[page] for page in pages], np.intp)
 
     def child_count(self, page: int) -> int:
         there = self.inside | self.arriving
-        return sum(parent == page for child, parent in self.parents.items() if child in there)
+        return sum(parent == page for child, parent in self.above.items() if child in there)
 
     def childless(self, pages: Sequence[int]) -> list[int]:
         return [page for page in pages if not self.child_count(page)]
@@ -528,6 +532,17 @@ class PlainTree:
     def favoured_use(self, page: int) -> int:
         return self.used_at[page] + self.favours.get(page, 0)
 
+    def favoured_uses(self, pages: Array) -> Array:
+        return np.array([self.favoured_use(page) for page in pages.tolist()], np.int64)
+
+    def line(self, page: int, n: int) -> Array:
+        line: list[int] = []
+        while len(line) < n and (page := self.above[page]) in self.inside:
+            if self.child_count(page) != 1:
+                break
+            line.append(page)
+        return np.array(line, np.intp)
+
     def hint(self, page: int, favour: int) -> None:
         assert self.policy is not None
         self.favours[page] = favour
@@ -540,7 +555,7 @@ class PlainTree:
     def insert_all(self, pages: Sequence[int], parents: Sequence[int]) -> None:
         """Pages arrive together and are used; the policy hears of it when all are there."""
         assert self.policy is not None
-        self.parents.update(zip(pages, parents, strict=True))
+        self.above.update(zip(pages, parents, strict=True))
         for page in pages:
             self._use(page)
             self.came_at[page] = self.used_at[page]
@@ -550,7 +565,7 @@ class PlainTree:
 
     def await_child(self, page: int, parent: int) -> None:
         """A page is on its way in."""
-        self.parents[page] = parent
+        self.above[page] = parent
         self.arriving.add(page)
 
     def abort(self, page: int) -> None:
@@ -585,6 +600,16 @@ class PlainTree:
         self.used_at[page] = self.clock
 
 
+class Holding:
+    """A guard that holds the pages of which a function says so."""
+
+    def __init__(self, holds: Callable[[int], bool]) -> None:
+        self.holds = holds
+
+    def lets_go(self, run: Array) -> int:
+        return leading(np.array([not self.holds(page) for page in run.tolist()], np.bool_))
+
+
 def _nothing(page: int) -> bool:
     return False
 
@@ -615,7 +640,7 @@ class PolicyContract:
         self, tree: PlainTree, n: int, protected: Callable[[int], bool] = _nothing
     ) -> list[int]:
         assert tree.policy is not None
-        return tree.policy.victims(n, protected)
+        return tree.policy.victims(n, Holding(protected))
 
     def test_an_empty_tier_has_no_victims(self, tree: PlainTree) -> None:
         assert self.victims(tree, 3) == []
@@ -719,6 +744,13 @@ class PolicyContract:
     @settings(_settings, max_examples=60)
     @given(data=st.data())
     def test_any_history_gives_the_order_of_the_plain_model(self, data: st.DataObject) -> None:
+        """Also where batches are dealt with in columns, and pages up a branch chosen in runs."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(base, "FEW", data.draw(st.sampled_from([1, FEW]), label="few"))
+            patch.setattr(base, "LONG", data.draw(st.sampled_from([1, 2, base.LONG]), label="long"))
+            self._compare_with_the_plain_model(data)
+
+    def _compare_with_the_plain_model(self, data: st.DataObject) -> None:
         tree = self.new_tree()
         page, pages = 0, data.draw(st.integers(1, 24), label="pages")
         while page < pages:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from tiered_kv.kernels.page_copy import cpu, reference
-from tiered_kv.kernels.page_copy.rows import Bytes, Rows, check_numbers
+from tiered_kv.kernels.page_copy.rows import Bytes, check_numbers, shapes_of
 
 
 class Run(NamedTuple):
@@ -90,6 +90,6 @@ def _validate(runs: Sequence[Run], slots: Sequence[int], pages: Sequence[Bytes])
     check_numbers(slots, runs[0].pool.shape[1])
     last = runs[-1]
     page_bytes = last.page_offset + last.pool.shape[0] * last.pool.shape[2]
-    for page in (pages.matrix,) if isinstance(pages, Rows) else pages:
-        if page.shape[-1] < page_bytes:
-            raise ValueError(f"a page of {page.shape[-1]} bytes where {page_bytes} are needed")
+    for *_, length in shapes_of(pages):
+        if length < page_bytes:
+            raise ValueError(f"a page of {length} bytes where {page_bytes} are needed")

@@ -68,6 +68,20 @@ class Rows(Sequence[Bytes]):
         return long, np.concatenate(short) if short else np.empty(0, np.intp)
 
 
+def selected(pages: Sequence[Bytes], positions: Sequence[int]) -> Sequence[Bytes]:
+    """The pages at these positions; of `Rows` as `Rows`."""
+    if isinstance(pages, Rows):
+        return pages.select(positions)
+    return [pages[at] for at in positions]
+
+
+def shapes_of(pages: Sequence[Bytes]) -> set[tuple[int, ...]]:
+    """The shapes that pages have; one look at `Rows`, which are all alike."""
+    if isinstance(pages, Rows):
+        return {pages.matrix.shape[1:]}
+    return {page.shape for page in pages}
+
+
 def check_numbers(numbers: Sequence[int], count: int) -> None:
     """Refuse what numpy's batch copies would clip or count from the end.
 

@@ -233,7 +233,7 @@ def test_a_bench_without_a_model_or_a_rate_says_what_is_missing(
         (["--model", "no/such/model"], "no/such/model"),
         (
             ["--model", str(model), "--prefill-tokens-per-s", "1", "--rates", str(model)],
-            "is not a report",
+            f"--rates {model}: is not a report",
         ),
     ):
         assert main(["bench", "break-even", *arguments]) == 2

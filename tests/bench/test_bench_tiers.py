@@ -6,6 +6,7 @@ import errno
 import itertools
 import json
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,13 @@ from tiered_kv.bench.disk_paths import Ring
 from tiered_kv.bench.limits import Memcpy, PinnedLimit
 from tiered_kv.bench.raw_disk import RawDisk
 from tiered_kv.bench.report import BenchReport
+from tiered_kv.bench.sampling import (
+    LEAST_SAMPLES,
+    Samples,
+    Way,
+    take_latencies,
+    take_rates,
+)
 from tiered_kv.bench.settings import PATHS, TiersSettings
 from tiered_kv.bench.statistics import LEAST_P99, percentile
 from tiered_kv.config import StoreConfig
@@ -397,12 +405,57 @@ def test_a_slow_disk_is_given_smaller_sets_unless_their_size_was_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tiers, "_SET_S", 1e-9)
-    for asked, wanted in ((TiersSettings(), 16 << 20), (TiersSettings(set_bytes=ByteSize(5)), 5)):
-        bench = tiers.TiersBench(asked, "cpu", tmp_path, silent)
+    for asked, wanted in (
+        (TiersSettings(), 16 << 20),
+        (TiersSettings(smoke=True), 512 << 10),
+        (TiersSettings(set_bytes=ByteSize(5)), 5),
+        (TiersSettings(smoke=True, set_bytes=ByteSize(5)), 5),
+    ):
+        bench = tiers.TiersBench(asked.in_effect(), "cpu", tmp_path, silent)
         bench._fit_to_the_disk()
         assert bench.set_bytes == wanted
         assert [note for note in bench.notes if "disk is slow" in note] == bench.notes
     assert list(tmp_path.iterdir()) == []
+
+
+class SlowWay(Way):
+    """Every transfer takes three seconds of a clock that nothing else moves."""
+
+    path = limit_name = "slow"
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now_s)
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now_s)
+
+    def bytes_of(self, load: Load) -> int:
+        return 1
+
+    def before(self, load: Load) -> None:
+        pass
+
+    def limit(self, load: Load) -> None:
+        self.now_s += 3
+
+    def ours(self) -> None:
+        self.now_s += 3
+
+    def after(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("is_smoke", "taken"), [(True, 1), (False, LEAST_SAMPLES)])
+def test_a_slow_disk_is_left_alone_after_the_fewest_samples(
+    monkeypatch: pytest.MonkeyPatch, is_smoke: bool, taken: int
+) -> None:
+    settings = TiersSettings(smoke=is_smoke, repeats=15)
+    amounts = amounts_of(settings, PAGE, 2 << 20)
+    way, samples = SlowWay(monkeypatch), Samples()
+    take_rates(way, amounts, samples, lambda: None)
+    take_latencies(way, amounts, samples, lambda: None)
+    assert len(samples.rates) == len(samples.limits) == taken
+    assert len(samples.latencies) == taken
+    assert set(samples.latencies) == {3.0}
 
 
 def test_progress_never_goes_back_and_ends_at_its_total(tmp_path: Path) -> None:
@@ -430,6 +483,10 @@ def test_a_set_of_the_ring_comes_again_after_all_others() -> None:
 
 
 def test_a_workspace_needs_a_directory_with_room(tmp_path: Path) -> None:
-    for path, words in ((tmp_path / "absent", "is not a directory"), (tmp_path, "MiB free")):
-        with pytest.raises(ConfigError, match=words), workspace.workspace(path, 1 << 60):
+    for path, words in (
+        (tmp_path / "absent", "is not a directory"),
+        (tmp_path, "MiB free; give one with more room, or fewer pages$"),
+    ):
+        room = workspace.workspace(path, 1 << 60, less="fewer pages")
+        with pytest.raises(ConfigError, match=words), room:
             pass

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tiered_kv.kernels.page_copy import cpu
 from tiered_kv.kernels.page_copy.api import Run, gather_pages, scatter_pages
-from tiered_kv.kernels.page_copy.rows import Bytes, Rows
+from tiered_kv.kernels.page_copy.rows import Bytes, Rows, selected, shapes_of
 
 PAGES = 24
 
@@ -97,6 +97,11 @@ def test_rows_are_views_of_the_matrix_in_the_order_given() -> None:
     assert [row.tobytes() for row in rows] == [matrix[at].tobytes() for at in (4, 0, 3)]
     assert [row.tobytes() for row in rows[1:]] == [matrix[at].tobytes() for at in (0, 3)]
     assert [row.tobytes() for row in rows.select([2, 0])] == [matrix[at].tobytes() for at in (3, 4)]
+    assert isinstance(selected(rows, [2]), Rows)
+    assert isinstance(selected(list(rows), [2]), list)
+    for pages in (rows, list(rows)):
+        assert [row.tobytes() for row in selected(pages, [2])] == [matrix[3].tobytes()]
+        assert shapes_of(pages) == {matrix.shape[1:]}
     rows[1][:] = 9
     assert matrix[0].tolist() == [9] * 8
 

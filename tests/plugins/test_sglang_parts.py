@@ -191,6 +191,25 @@ def test_settings_read_sizes_and_leave_sglangs_keys_alone() -> None:
     assert (settings.policy, settings.io_threads) == ("lru", 4)
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"size": "1GiB"}, "needs 'directory': where the pages go"),
+        ({"directory": "/kv", "siz": 1}, r"no key 'siz' \(did you mean 'size'\?\); its keys are d"),
+        ({"directory": "/kv", "size": 1, "z": 1}, r"'z'; its keys are .*and SGLang's own backend_"),
+        ({"directory": "/kv", "size": 0}, "size=0: .*greater than 0"),
+    ],
+    ids=str,
+)
+def test_a_wrong_setting_is_one_line_that_says_what_would_be_right(
+    given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as raised:
+        StorageSettings.parse(given)
+    assert str(raised.value).startswith("hicache-storage-backend-extra-config: TieredKVStorage")
+    assert "\n" not in str(raised.value)
+
+
 def test_the_meter_tells_each_batch_once_and_why_prompts_ended() -> None:
     meter = Meter()
     meter.moved("read", 3, 3 << 20, 0.001)

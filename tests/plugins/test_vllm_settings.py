@@ -49,9 +49,9 @@ def test_what_is_said_is_taken() -> None:
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({"hosts": "1GiB"}, r"no key 'hosts' \(did you mean 'host'\?\): the keys are host, disk, "),
-        ({"zzz": 1}, r"no key 'zzz': the keys are host, disk, disk_size, "),
-        ({7: 1}, r"no key 7: the keys are host, "),
+        ({"hosts": "1GiB"}, r"no key 'hosts' \(did you mean 'host'\?\); its keys are host, disk, "),
+        ({"zzz": 1}, r"no key 'zzz'; its keys are host, disk, disk_size, "),
+        ({7: 1}, r"no key 7; its keys are host, "),
         ({"host": "much"}, r"host='much': could not parse"),
         ({"host": 0}, r"host=0: .*greater than 0"),
         ({"disk": "/kv"}, r"disk needs disk_size too: give both for a disk tier, or neither"),

@@ -271,6 +271,11 @@ def test_a_wrong_tier_setting_is_one_line_that_says_what_would_be_right(
     assert "\n" not in str(raised.value)
 
 
+def test_vllms_own_keys_beside_a_tiers_are_left_to_vllm() -> None:
+    mine = {"disk": "/kv", "disk_size": "8GiB"}
+    assert TierSettings.parse(mine | {"type": "TieredKVTier"}) == TierSettings.parse(mine)
+
+
 def test_each_replica_has_a_directory_and_a_share_of_the_size() -> None:
     whole = TierSettings.parse({"disk": "/kv", "disk_size": "8GiB"})
     assert whole.of_replica(0, 1) == whole

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tiered_kv.bench.content import Load
 from tiered_kv.bench.disk_paths import SETS_ON_DISK, disk_bytes
-from tiered_kv.bench.sampling import Amounts
+from tiered_kv.bench.sampling import LEAST_SAMPLES, Amounts
 from tiered_kv.bench.settings import TiersSettings
 from tiered_kv.bench.statistics import LEAST_P99
 from tiered_kv.storage.slab import align_up
@@ -13,6 +13,7 @@ SINGLE_BYTES = 1 << 20
 """What one put or get of a latency moves (at least one page)."""
 
 _RATE_S, _SINGLE_S = 6.0, 4.0  # 5 page sizes, 7 paths: 6 minutes at most where it is not too slow
+_SMOKE_RATE_S, _SMOKE_SINGLE_S = 2.0, 1.0
 
 
 def page_sizes(settings: TiersSettings) -> list[int]:
@@ -35,8 +36,9 @@ def amounts_of(settings: TiersSettings, page_bytes: int, set_bytes: int) -> Amou
         single=Load(1, single_pages),
         repeats=settings.repeats,
         singles=3 if settings.smoke else LEAST_P99 + 1,
-        rate_s=_RATE_S,
-        single_s=_SINGLE_S,
+        rate_s=_SMOKE_RATE_S if settings.smoke else _RATE_S,
+        single_s=_SMOKE_SINGLE_S if settings.smoke else _SINGLE_S,
+        least=1 if settings.smoke else LEAST_SAMPLES,
     )
 
 

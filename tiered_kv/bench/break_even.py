@@ -67,7 +67,7 @@ def measure(settings: BreakEvenSettings, show: Show) -> BenchReport:
 
     settings = settings.in_effect()
     layout, loaded = prefill.layout_and_model(settings)
-    known = None if settings.rates is None else BenchReport.from_json(settings.rates, "tiers")
+    known = None if settings.rates is None else _rates(settings.rates)
     notes: list[str] = []
     tokens_per_s = settings.prefill_tokens_per_s
     samples: dict[str, list[float]] = {}
@@ -95,6 +95,13 @@ def measure(settings: BreakEvenSettings, show: Show) -> BenchReport:
         failures=_failures(known, settings.rates),
     )
     return finished(report)
+
+
+def _rates(path: Path) -> BenchReport:
+    try:
+        return BenchReport.from_json(path, "tiers")
+    except ConfigError as error:
+        raise ConfigError(f"--rates {error}") from error
 
 
 def _failures(known: BenchReport, source: Path | None) -> list[str]:

@@ -49,8 +49,8 @@ def measure(settings: IndexSettings, show: Show) -> BenchReport:
         scale = _Scale(1 << 14, settings.repeats, 299, 2)
     rows: list[dict[str, Any]] = []
     samples: Samples = {}
-    needed_bytes = 1 << 20 | sizes[-1] * DISK_BYTES_A_PAGE
-    with workspace(settings.directory, needed_bytes) as folder:
+    needed_bytes = (1 << 20) + sizes[-1] * DISK_BYTES_A_PAGE
+    with workspace(settings.directory, needed_bytes, less="fewer --pages") as folder:
         facts = machine(folder)
         for at, pages in enumerate(sizes):
             steps = _Steps(show, at * _STEPS, len(sizes) * _STEPS, pages)

@@ -20,7 +20,7 @@ from tiered_kv.storage.disk.runs import RUN_BYTES
 from tiered_kv.storage.slab import Slab, align_up
 
 _SEED = 9
-WRITE_THREADS = 2  # as many as the store's log has
+WRITE_THREADS = 4  # as many as the store's log has
 
 
 def has_direct_io(directory: Path) -> bool:

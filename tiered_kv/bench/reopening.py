@@ -105,8 +105,9 @@ def make_directory(path: Path, pages: int, long_pages: int, page_tokens: int) ->
         try:
             records = _records(made, geometry, long_pages)
             while batch := list(itertools.islice(records, _COMMIT_PAGES)):
-                added, owner = entries_from(batch), catalog.identity()
-                catalog.commit(added=added, generations=generations, identity=owner)
+                added = entries_from(batch).items(generations)
+                counted = batch[-1].sequence + 1
+                catalog.commit(added=added, generations=generations, counted_below=counted)
         finally:
             catalog.close()
         for segment in segments:

@@ -21,7 +21,7 @@ from tiered_kv.bench.statistics import (
 )
 
 LEAST_SAMPLES = 6
-"""Taken whatever they cost: an interval needs them."""
+"""Taken whatever they cost, but in a smoke run: an interval needs them."""
 
 
 class Way(ABC):
@@ -73,6 +73,7 @@ class Amounts:
         repeats: samples of a rate.
         singles: samples of a latency.
         rate_s, single_s: what each of these may take of wall time, preparing included.
+        least: samples that are taken past that.
     """
 
     full: Load
@@ -81,6 +82,7 @@ class Amounts:
     singles: int
     rate_s: float
     single_s: float
+    least: int = LEAST_SAMPLES
 
 
 @dataclass(slots=True)
@@ -99,7 +101,7 @@ def take_rates(way: Way, amounts: Amounts, samples: Samples, tick: Callable[[], 
     end = time.monotonic() + amounts.rate_s
     n_bytes = way.bytes_of(amounts.full)
     for repeat in range(amounts.repeats + 1):
-        if len(samples.rates) >= LEAST_SAMPLES and time.monotonic() > end:
+        if len(samples.rates) >= amounts.least and time.monotonic() > end:
             break
         way.before(amounts.full)
         limit_s, limit_cpu_s = _taken(lambda: way.limit(amounts.full))
@@ -117,7 +119,7 @@ def take_latencies(way: Way, amounts: Amounts, samples: Samples, tick: Callable[
     """Single transfers, one at a time; the first is thrown away."""
     end = time.monotonic() + amounts.single_s
     for repeat in range(amounts.singles + 1):
-        if len(samples.latencies) >= LEAST_SAMPLES and time.monotonic() > end:
+        if len(samples.latencies) >= amounts.least and time.monotonic() > end:
             break
         way.before(amounts.single)
         taken, _ = _taken(way.ours)

@@ -63,10 +63,15 @@ class BenchSettings(BaseModel):
     )
 
     def in_effect(self) -> Self:
-        """The settings that a run goes by, and reports: those of `smoke` filled in."""
+        """The settings that a run goes by, and reports: those of `smoke` filled in.
+
+        `model_fields_set` still tells what was asked for.
+        """
         given = self.model_fields_set
+        if not self.smoke:
+            return self
         small = {name: value for name, value in self.small.items() if name not in given}
-        return self.model_copy(update=small) if self.smoke else self
+        return self.model_construct(_fields_set=given, **(dict(self) | small))
 
     def told(self) -> dict[str, Any]:
         """The settings as JSON values."""

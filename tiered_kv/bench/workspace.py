@@ -14,8 +14,11 @@ PREFIX = ".tiered-kv-bench-"
 
 
 @contextmanager
-def workspace(directory: Path | None, needed_bytes: int = 0) -> Iterator[Path]:
+def workspace(directory: Path | None, needed_bytes: int = 0, *, less: str = "") -> Iterator[Path]:
     """A new folder in `directory` (default: the current one), removed on every way out.
+
+    Args:
+        less: what would need less room, for the message.
 
     Raises:
         ConfigError: no such directory, not writable, or less than `needed_bytes` free in it.
@@ -27,7 +30,7 @@ def workspace(directory: Path | None, needed_bytes: int = 0) -> Iterator[Path]:
     if free < needed_bytes:
         raise ConfigError(
             f"--dir {parent}: {needed_bytes >> 20:,} MiB are needed and {free >> 20:,} MiB free; "
-            "give one with more room, fewer --page-bytes or a smaller --set-bytes"
+            f"give one with more room{less and f', or {less}'}"
         )
     try:
         made = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
@@ -45,7 +48,7 @@ def refuse_too_much_memory(needed_bytes: int) -> None:
     if available is not None and needed_bytes > available:
         raise ConfigError(
             f"{needed_bytes >> 20:,} MiB of memory are needed and {available >> 20:,} MiB are to "
-            "be had; give smaller --page-bytes or a smaller --set-bytes"
+            "be had; give smaller pages or a smaller --set-bytes"
         )
 
 

@@ -103,15 +103,29 @@ def _baseline(options: BenchOptions, name: str) -> BenchReport | None:
     if options.compare is None:
         return None
     kind: Kind = name  # type: ignore[assignment]
-    return BenchReport.from_json(options.compare, kind)
+    with _named("--compare"):
+        return BenchReport.from_json(options.compare, kind)
 
 
 def _refuse_bad_targets(options: BenchOptions) -> None:
-    targets = [path for path in (options.html, options.save_baseline) if path is not None]
-    for path in targets:
-        refuse_bad_target(path)
-    if len(targets) == 2 and targets[0].resolve() == targets[1].resolve():
-        raise ConfigError(f"--html {targets[0]}: is the file of --save-baseline too; give another")
+    named = {"--html": options.html, "--save-baseline": options.save_baseline}
+    targets = {flag: path for flag, path in named.items() if path is not None}
+    for flag, path in targets.items():
+        with _named(flag):
+            refuse_bad_target(path)
+    if len(targets) == 2 and len({path.resolve() for path in targets.values()}) == 1:
+        raise ConfigError(
+            f"--html {options.html}: is the file of --save-baseline too; give another"
+        )
+
+
+@contextmanager
+def _named(flag: str) -> Iterator[None]:
+    """What is wrong with a file is said with the flag that named it."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{flag} {error}") from error
 
 
 def _measured(options: BenchOptions, show: Show) -> BenchReport:
@@ -155,11 +169,13 @@ def _tell(options: BenchOptions, report: BenchReport, baseline: BenchReport | No
 
 def _keep(options: BenchOptions, report: BenchReport) -> None:
     if options.save_baseline is not None:
-        save(report, options.save_baseline)
+        with _named("--save-baseline"):
+            save(report, options.save_baseline)
     if options.html is not None:
         from tiered_kv.bench import html
 
-        html.write(report, options.html)
+        with _named("--html"):
+            html.write(report, options.html)
 
 
 def _print_json(report: BenchReport) -> None:

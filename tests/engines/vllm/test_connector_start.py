@@ -39,7 +39,7 @@ def refusal(model: Path, options: dict[str, Any] | None = None, **settings: Any)
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"hots": "1GiB"}, r"no key 'hots' \(did you mean 'host'\?\): the keys are host, disk"),
+        ({"hots": "1GiB"}, r"no key 'hots' \(did you mean 'host'\?\); its keys are host, disk"),
         ({"disk": "/tmp/x"}, "disk needs disk_size too"),
         ({"host": "many"}, "host"),
         ({"host": "10KiB"}, "host=10240: smaller than 1 page"),

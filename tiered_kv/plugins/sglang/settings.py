@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from tiered_kv.config import PolicyName, Size, one_line
-from tiered_kv.errors import ConfigError
+from tiered_kv.config import PolicyName, Size
+from tiered_kv.plugins.extra_config import settings_in
 
 _OF_SGLANG = (  # some of them are taken out before a storage is made, some are not
     "backend_name",
@@ -51,25 +50,10 @@ class StorageSettings(BaseModel):
             ConfigError: an unknown or missing key, or a value out of range; one line that says what
                 would be right.
         """
-        own = {key: value for key, value in given.items() if key not in _OF_SGLANG}
-        for key in own:
-            if key not in cls.model_fields:
-                near = difflib.get_close_matches(str(key), cls.model_fields, n=1)
-                hint = f" (did you mean {near[0]!r}?)" if near else ""
-                raise ConfigError(
-                    f"hicache-storage-backend-extra-config: TieredKVStorage has no key {key!r}"
-                    f"{hint}; its keys are {', '.join(cls.model_fields)}, and SGLang's own "
-                    f"{', '.join(_OF_SGLANG)}"
-                )
-        for key, field in cls.model_fields.items():
-            if field.is_required() and key not in own:
-                raise ConfigError(
-                    f"hicache-storage-backend-extra-config: TieredKVStorage needs {key!r}: "
-                    f"{field.description}"
-                )
-        try:
-            return cls(**own)
-        except ValidationError as error:
-            raise ConfigError(
-                f"hicache-storage-backend-extra-config: TieredKVStorage: {one_line(error)}"
-            ) from error
+        return settings_in(
+            given,
+            cls,
+            "hicache-storage-backend-extra-config: TieredKVStorage",
+            engine="SGLang",
+            engine_keys=_OF_SGLANG,
+        )

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 
-from tiered_kv.config import PolicyName, Size, WritePolicy, one_line
-from tiered_kv.errors import ConfigError
+from tiered_kv.config import PolicyName, Size, WritePolicy
+from tiered_kv.plugins.extra_config import settings_in
 
 StorePolicy = Literal["all", "prompt"]
 LoadMode = Literal["auto", "layerwise", "async"]
@@ -92,18 +91,7 @@ class TieredKVSettings(BaseModel):
             ConfigError: an unknown key, a value out of range, or two that do not go together; one
                 line that names it and says what would be right.
         """
-        for key in extra_config:
-            if key not in cls.model_fields:
-                near = difflib.get_close_matches(str(key), cls.model_fields, n=1)
-                hint = f" (did you mean {near[0]!r}?)" if near else ""
-                raise ConfigError(
-                    f"kv_connector_extra_config has no key {key!r}{hint}: "
-                    f"the keys are {', '.join(cls.model_fields)}"
-                )
-        try:
-            return cls(**extra_config)
-        except ValidationError as error:
-            raise ConfigError(f"kv_connector_extra_config: {one_line(error)}") from error
+        return settings_in(extra_config, cls, "kv_connector_extra_config")
 
     def per_rank(self, ranks: int) -> TieredKVSettings:
         """The same with one rank's share of every size."""

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ByteSize, ConfigDict, Field
 
-from tiered_kv.config import PolicyName, Size, one_line
-from tiered_kv.errors import ConfigError
+from tiered_kv.config import PolicyName, Size
+from tiered_kv.plugins.extra_config import settings_in
 
 _OF_VLLM = ("type", "module_path", "backpressure")  # taken out before a tier is made
 
@@ -40,23 +39,9 @@ class TierSettings(BaseModel):
             ConfigError: an unknown or missing key, or a value out of range; one line that says what
                 would be right.
         """
-        for key in given:
-            if key not in cls.model_fields:
-                near = difflib.get_close_matches(str(key), cls.model_fields, n=1)
-                hint = f" (did you mean {near[0]!r}?)" if near else ""
-                raise ConfigError(
-                    f"secondary_tiers: TieredKVTier has no key {key!r}{hint}; its keys are "
-                    f"{', '.join(cls.model_fields)}, and vLLM's own {', '.join(_OF_VLLM)}"
-                )
-        for key, field in cls.model_fields.items():
-            if field.is_required() and key not in given:
-                raise ConfigError(
-                    f"secondary_tiers: TieredKVTier needs {key!r}: {field.description}"
-                )
-        try:
-            return cls(**given)
-        except ValidationError as error:
-            raise ConfigError(f"secondary_tiers: TieredKVTier: {one_line(error)}") from error
+        return settings_in(
+            given, cls, "secondary_tiers: TieredKVTier", engine="vLLM", engine_keys=_OF_VLLM
+        )
 
     def of_replica(self, replica: int, replicas: int) -> TierSettings:
         """The same for one data-parallel replica: a directory inside, and a share of the size."""
