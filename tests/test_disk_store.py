@@ -301,6 +301,19 @@ def test_making_room_takes_nothing_that_the_same_batch_names(open_disk_store: Op
     assert here(store, [full - 5]) == [full - 5]
 
 
+def test_pages_of_one_put_may_hang_from_each_other_in_any_shape(open_disk_store: Opened) -> None:
+    store = open_disk_store()
+    put(store, [7])
+    above = {0: None, 1: 0, 2: 1, 3: 1, 4: 3, 5: 7, 6: 99}  # two branches, a page here, and nowhere
+    parents = [None if parent is None else key_of(parent) for parent in above.values()]
+    assert put(store, list(above), parents) == [True] * 7
+    index = store._index
+    found = {number: index.parent_key(index.find(key_of(number))) for number in above}
+    assert found == dict(zip(above, parents, strict=True)) | {6: None}
+    assert get(store, list(above)) == [True] * 7
+    assert_sound(store)
+
+
 def test_the_directory_never_takes_more_than_its_size(open_disk_store: Opened) -> None:
     """LMCache/LMCache#1454: 460 GB in a store of 250."""
     store = open_disk_store()

@@ -292,15 +292,18 @@ def test_a_page_that_comes_back_is_no_longer_a_ghost(index: Index) -> None:
     assert index.why_missing(key_of("a")) == "never_stored"
 
 
+@pytest.mark.parametrize(("dropped", "left"), [(1, 3), (2, 3), (3, 5)])
 def test_only_so_many_ghosts_are_remembered_the_newest(
-    index: Index, monkeypatch: pytest.MonkeyPatch
+    index: Index, monkeypatch: pytest.MonkeyPatch, dropped: int, left: int
 ) -> None:
+    """The oldest are dropped when there are `dropped` too many."""
     monkeypatch.setattr(index_module, "GHOST_PAGES", 3)
+    monkeypatch.setattr(index_module, "GHOSTS_DROPPED", dropped)
     for name in "abcde":
         (page,) = arrive(index, HOST, name)
         index.evict(index.by_name[HOST], [page])
     reasons = [index.why_missing(key_of(name)) for name in "abcde"]
-    assert reasons == ["never_stored"] * 2 + ["evicted"] * 3
+    assert reasons == ["never_stored"] * (5 - left) + ["evicted"] * left
 
 
 # -- damage ----------------------------------------------------------------------------------------

@@ -14,16 +14,17 @@ from hypothesis import strategies as st
 from plan_rig import chain
 
 from tiered_kv import index as index_module
-from tiered_kv import page_ids, room, tier_index
-from tiered_kv.columns import FEW
+from tiered_kv import ledger, page_ids, room, tier_index
+from tiered_kv.columns import FEW, Numbers, numbers
 from tiered_kv.index import Index, TierState
 from tiered_kv.keys import PageKey
 from tiered_kv.plan import DISK, HBM, HOST, Move, Moves
 from tiered_kv.planner import Planner
+from tiered_kv.policy import base
 from tiered_kv.slots import SlotPool
 
 _TIERS = [HBM, HOST, DISK]
-_IN_COLUMNS = (index_module, page_ids, room, tier_index)
+_IN_COLUMNS = (base, index_module, ledger, page_ids, room, tier_index)
 _CHAINS = {
     f"{name}{turn}": [(name, at) for at in range(4 * turn)] for name in "abc" for turn in (1, 2)
 }
@@ -33,6 +34,7 @@ _CHAINS = {
 def columns_from(few: int) -> Iterator[None]:
     """Batches of so many pages and more are dealt with in columns."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(base, "LONG", min(few, base.LONG))
         for module in _IN_COLUMNS:
             patch.setattr(module, "FEW", few)
         yield
@@ -252,6 +254,77 @@ def test_what_could_be_written_to_disk_is_the_same_by_columns_and_page_by_page()
         by_columns = [planner.room.durable(pages) for pages in asked]
     assert by_columns == [planner.room.durable(pages) for pages in asked]
     assert by_columns == [begun, begun[1:], begun[2:], [], begun]
+
+
+@settings(max_examples=80, deadline=None, derandomize=True, database=None)
+@given(seed=st.integers(0, 2**32))
+def test_pages_find_their_way_to_disk_in_columns_as_they_do_one_by_one(seed: int) -> None:
+    """Prefixes that branch, of which disk has some already; deepest first, root first or mixed."""
+    random = Random(seed)
+    planner = Planner({HOST: SlotPool(200), DISK: SlotPool(200)}, {HOST: 200, DISK: 200})
+    index = planner.index
+    paths: list[list[object]] = [[("x", at) for at in range(9)]]
+    host, disk = index.by_name[HOST], index.by_name[DISK]
+    for name in range(random.randint(1, 4)):
+        begun = random.choice(paths)[: random.randint(0, 9)]
+        paths.append([*begun, *((name, at) for at in range(random.randint(1, 9)))])
+        pages = index.add(chain(*paths[-1]), -1)
+        index.begin(host, new := [p for p in pages if not host.state[p]], range(len(new)))
+        index.finish(host, new)
+        written = [p for p in pages[: random.randint(0, 4)] if not disk.state[p]]
+        index.begin(disk, written, range(len(written)))
+        if random.random() < 0.7:
+            index.finish(disk, written)
+    dirty = [page for page in index if not disk.state[page]]
+    wanted = random.choice([dirty, dirty[::-1], random.sample(dirty, len(dirty)), dirty[::2]])
+    plain = planner.room._paths(wanted)
+    moves = room.moves_of(index, list(plain[0]), HOST, DISK, range(len(plain[0])))
+    some = moves.where([random.random() < 0.8 for _ in moves])
+    one_by_one = planner.durable(moves), planner.durable(some)
+    with columns_from(1):
+        whole = planner.room._whole_paths(wanted) if wanted else None
+        assert (planner.durable(moves), planner.durable(some)) == one_by_one
+    if whole is not None:
+        assert (whole[0], whole[1]) == (list(plain[0]), plain[1])
+
+
+@pytest.mark.parametrize("branches", [1, 3])
+def test_whole_paths_from_the_deepest_page_up_are_told_in_columns(branches: int) -> None:
+    planner = Planner({HOST: SlotPool(50), DISK: SlotPool(50)}, {HOST: 50, DISK: 50})
+    index = planner.index
+    stem = index.add(chain("a", "b"), -1)
+    disk, host = index.by_name[DISK], index.by_name[HOST]
+    index.begin(disk, stem, [0, 1])
+    index.finish(disk, stem)
+    paths = [index.add(chain("a", "b", *((at, n) for n in range(4))), -1) for at in range(branches)]
+    for at, path in enumerate(paths):
+        index.begin(host, path[2:], range(4 * at, 4 * at + 4))
+    with columns_from(2):
+        order, below = planner.room._whole_paths([p for path in paths for p in path[:1:-1]]) or (
+            [],
+            [],
+        )
+        assert planner.room._whole_paths(paths[0][:2:-1]) is None  # not the first
+        assert planner.room._whole_paths(paths[0][::-1]) is None  # disk has two of them
+    assert order == [page for path in paths for page in path[2:]]
+    assert below == [stem[1]] * branches
+
+
+def test_numbers_are_made_an_array_once_and_travel_without_it() -> None:
+    some = Numbers([3, 1, 2])
+    assert numbers(some) is numbers(some)
+    assert numbers(some).tolist() == some == [3, 1, 2]
+    there = pickle.loads(pickle.dumps(some))
+    assert type(there) is Numbers and there == some and there.array is None
+
+
+def test_a_match_ends_at_the_first_unknown_key_also_where_the_last_is_known() -> None:
+    index = Index(_TIERS)
+    pages = index.add(chain("a", "b"), -1)
+    index.begin(index.by_name[HOST], pages, [0, 1])
+    assert index.match(chain("a", "b")) == pages
+    assert index.match(chain("a", "x", "b")) == pages[:1]
+    assert index.match(chain("x", "b")) == index.match([]) == []
 
 
 def test_check_finds_a_page_whose_presence_is_noted_wrongly() -> None:

@@ -20,10 +20,11 @@ LEVELS: tuple[frozenset[str], ...] = tuple(
         "layout found",
         "policy kernels",
         "tier_index page_ids storage",
+        "guard",
         "index",
         "plan streams",
-        "books",
-        "room counters transfer orders manifest jobs",
+        "books arrivals",
+        "room counters transfer orders manifest tasks",
         "ledger",
         "planner",
         "mover decider",
@@ -53,6 +54,7 @@ DECIDES = {
     "columns",
     "found",
     "page_ids",
+    "guard",
 }
 DECIDES |= {"layout", "model_config", "config", "errors"}
 ENGINES = {"transformers", "vllm", "sglang"}

@@ -97,3 +97,24 @@ def test_a_flush_to_a_failing_disk_ends_with_its_first_batch(
     assert asked == [1]
     store.faulty.fail_write = lambda slots: False
     assert store.flush() == 5
+
+
+def test_a_flush_never_pins_more_than_half_of_host(
+    open_store: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A put meanwhile would find no room, not for want of it but for all being written."""
+    store = open_store()
+    capacity = store.capacity_pages()["host"]
+    for prompt in range(capacity):
+        put_pages(store, chain(store, 1, prompt))
+    settle(store)
+    batches: list[int] = []
+    write = store.own_disk.write
+
+    def noted(slots: Sequence[int], pages: Any) -> None:
+        batches.append(len(slots))
+        write(slots, pages)
+
+    monkeypatch.setattr(store.own_disk, "write", noted)
+    assert store.flush() == capacity
+    assert batches == [capacity // 2] * 2

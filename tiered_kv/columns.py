@@ -41,11 +41,34 @@ def longer(old: memoryview[int], pages: int) -> memoryview[int]:
     return new
 
 
+class Numbers(list[int]):
+    """Integers of which the array is made only once; not to be changed from then on.
+
+    Planning and publishing a put of 1,024 pages asked 33 times for it, 0.7 us a page in all.
+    """
+
+    array: Array | None = None  # of the class: an __init__ would take 0.3 us
+
+    def __reduce__(self) -> tuple[type[Numbers], tuple[list[int]]]:
+        return Numbers, (list(self),)
+
+
 def numbers(pages: Collection[int]) -> Array:
     """Pages as an array that columns are indexed with: 20 ns a page, half of `np.array`."""
-    return np.fromiter(pages, np.intp, len(pages))
+    if isinstance(pages, np.ndarray):
+        return pages
+    if not isinstance(pages, Numbers):
+        return np.fromiter(pages, np.intp, len(pages))
+    if pages.array is None:
+        pages.array = np.fromiter(pages, np.intp, len(pages))
+    return pages.array
 
 
 def array_of(column: memoryview[int]) -> Array:
     """The same column for numpy; 0.3 us. Not to be kept: the column moves as it grows."""
     return np.frombuffer(column, column.format)
+
+
+def leading(flags: Array) -> int:
+    """How many of the first flags are true."""
+    return len(flags) if flags.all() else int(flags.argmin())

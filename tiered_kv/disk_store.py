@@ -312,7 +312,7 @@ class DiskStore:
             for (_, page, _), outcome in zip(found, outcomes, strict=True):
                 if outcome is not None:
                     self._drop([page], _reason(outcome))
-                self._room.free(DISK, self._index.unpin(self._disk, [page]))
+            self._room.free(DISK, self._index.unpin(self._disk, [page for _, page, _ in found]))
 
     def _count(
         self,
@@ -360,9 +360,10 @@ class DiskStore:
             else:
                 wanted.append(key)
         slots = self._slots(len(wanted), keep=[*used, *filter(None, above.values())])
-        for key, slot in zip(wanted, slots, strict=False):
-            used[key] = self._begin(key, above[key], slot)
-            share.new[key] = used[key], slot
+        taken = wanted[: len(slots)]
+        pages = self._begin(taken, above, slots)
+        used.update(zip(taken, pages, strict=True))
+        share.new.update(zip(taken, zip(pages, slots, strict=True), strict=True))
         self._index.touch([used[key] for key in above if key in used])
         self._counters.add("total", "not_stored", refused + len(wanted) - len(slots))
         return share
@@ -375,21 +376,29 @@ class DiskStore:
                 n = self._room.free_pages[DISK] + len(self._index.victims(self._disk, n))
         return slots
 
-    def _begin(self, key: PageKey, parent: PageKey | None, slot: int) -> int:
-        above = -1 if parent is None else self._index.find(parent)
-        if above >= 0 and not self._disk.state[above]:
-            above = -1
-        (page,) = self._index.add([key], above)
-        self._index.begin(self._disk, [page], [slot])
-        return page
+    def _begin(
+        self, keys: list[PageKey], above: dict[PageKey, PageKey | None], slots: list[int]
+    ) -> list[int]:
+        """The pages of keys, each on its way into its slot."""
+        pages: list[int] = []
+        for run in _runs(keys, above):  # at once: 1 us a page; one after the other it is 9
+            made = self._index.add(run, self._parent(above[run[0]]))
+            self._index.begin(self._disk, made, slots[len(pages) :][: len(made)])
+            pages += made
+        return pages
+
+    def _parent(self, key: PageKey | None) -> int:
+        """The page to hang from, if it is here or on its way; -1 if not."""
+        page = -1 if key is None else self._index.find(key)
+        return page if page >= 0 and self._disk.state[page] else -1
 
     def _write(self, share: _Share, rows: dict[PageKey, Sequence[PageBuffer]]) -> None:
         """Write what was taken; whatever happens, the index hears how it ended."""
         with self._changed:
-            pages = [
-                PartedPage(key, self._index.parent_key(page), rows[key])
-                for key, (page, _) in share.new.items()
-            ]
+            keys, parents = self._index.links([page for page, _ in share.new.values()])
+        pages = [
+            PartedPage(key, above, rows[key]) for key, above in zip(keys, parents, strict=True)
+        ]
         is_written = False
         try:
             self._tier.write([slot for _, slot in share.new.values()], pages)
@@ -404,11 +413,12 @@ class DiskStore:
             self._counters.add("written", DISK, len(pages) * self.page_bytes)
 
     def _settle(self, share: _Share, is_written: bool) -> None:
-        for key, (page, _) in share.new.items():
-            share.stored[key] = is_written
-            if is_written:
-                self._index.finish(self._disk, [page])
-            else:
+        pages = [page for page, _ in share.new.values()]
+        share.stored.update(dict.fromkeys(share.new, is_written))
+        if is_written:
+            self._index.finish(self._disk, pages)
+        else:
+            for page in pages:
                 self._free(self._index.abort(self._disk, page))
         self._changed.notify_all()
 
@@ -441,6 +451,18 @@ class DiskStore:
                 return
             self._complained_at = now
         _log.warning("%s (as often as it happens; said every %.0f s at most)", text, _QUIET_S)
+
+
+def _runs(keys: Sequence[PageKey], above: dict[PageKey, PageKey | None]) -> Iterator[list[PageKey]]:
+    """Keys cut where one does not hang from that before it."""
+    run: list[PageKey] = []
+    for key in keys:
+        if run and above[key] != run[-1]:
+            yield run
+            run = []
+        run.append(key)
+    if run:
+        yield run
 
 
 def _reason(error: TieredKVError) -> str:

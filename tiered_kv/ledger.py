@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from tiered_kv.columns import FEW, array_of, numbers
 from tiered_kv.index import Index
 from tiered_kv.keys import PageKey
 from tiered_kv.plan import (
@@ -119,6 +120,8 @@ class Ledger:
             have_source = self._are_possible(moves)
         else:
             have_source = [move.leaves or self.is_possible(move) for move in moves]
+        if len(moves) >= FEW and all(have_source) and self._have_parents(pages_of(moves)):
+            return moves
         going: set[int] = {-1}
         parent_of, on_disk = self.index.parent_of, self._disk.state
         good = []
@@ -129,6 +132,15 @@ class Ledger:
                 going.add(page)
             good.append(is_good)
         return where(moves, good)
+
+    def _have_parents(self, pages: Sequence[int]) -> bool:
+        """Whether the parent of each is on disk, or the page before it: mostly so."""
+        assert self._disk is not None
+        at, on_disk = numbers(pages), array_of(self._disk.state)
+        parents = array_of(self.index.parent_of)[at]
+        has_parent = (parents < 0) | (on_disk[parents] == RESIDENT)
+        has_parent[1:] |= parents[1:] == at[:-1]
+        return bool(has_parent.all())
 
     def _restore(self, move: Move) -> None:
         """A demotion failed: the page is back in the slot it was leaving.
@@ -159,7 +171,7 @@ class Ledger:
 
     def end(self, plan: Plan) -> None:
         """All moves of a plan have arrived or failed: take its pins back, free what was spare."""
-        for tier, pages in by_tier(plan.pins):
+        for tier, pages in plan.pins:
             self._unpin(tier, pages)
         for move in self._returned.intersection(plan.demote) if self._returned else ():
             self._returned.remove(move)
@@ -180,14 +192,3 @@ class Ledger:
             self.arrived_all(moves)
         self.end(plan)
         return plan
-
-
-def by_tier(pins: Sequence[tuple[str, int]]) -> list[tuple[str, list[int]]]:
-    """(tier, its pages) for each tier that pins are in."""
-    pages: dict[str, list[int]] = {}
-    for tier, page in pins:
-        if tier in pages:
-            pages[tier].append(page)
-        else:
-            pages[tier] = [page]
-    return list(pages.items())

@@ -54,6 +54,17 @@ class PageIds(dict[PageKey, int]):
         for page in alike.tolist():  # of keys that begin alike only the first is found
             self._take(known, page, page + 1)
 
+    def prefix(self, keys: Sequence[PageKey]) -> list[int]:
+        """The pages of keys, up to the first that is no page's."""
+        if self.sleeps:
+            self.rouse(keys)
+        if keys and keys[-1] in self:  # and so are those before it, if they are of one prompt
+            try:
+                return list(map(self.__getitem__, keys))  # 45 ns a page
+            except KeyError:
+                pass
+        return list(iter(map(self.get, keys).__next__, None))  # 85; a loop: 125
+
     def rouse(self, keys: Sequence[PageKey]) -> None:
         """Take in those of the keys that are asleep, and another for each that is no page's."""
         missing = list(filterfalse(self.__contains__, keys))

@@ -193,6 +193,11 @@ def target_slots_of(moves: Sequence[Move]) -> Sequence[int]:
     return moves.target_slots if isinstance(moves, Moves) else [m.target_slot for m in moves]
 
 
+def afters_of(moves: Sequence[Move]) -> Sequence[int]:
+    """The page whose demotion each waits for, or -1."""
+    return moves.after if isinstance(moves, Moves) else [move.after for move in moves]
+
+
 def waiting(moves: Sequence[Move]) -> Sequence[Move]:
     """Those whose source copy is itself still arriving."""
     if isinstance(moves, Moves) and True not in moves.waits:
@@ -233,7 +238,7 @@ class Plan:
         bind: pages that a caller has put into HBM itself.
         store: HBM -> host.
         write: host -> disk, copies made because the write policy says so.
-        pins: (tier, page) to take back when the plan has ended.
+        pins: (tier, pages) to take back when the plan has ended.
         spare_slots: HBM slots to free when the plan has ended.
         misses: (reason, pages) for the keys that were asked for and are not in the hit.
         not_stored: pages given that found no place on host.
@@ -248,7 +253,7 @@ class Plan:
     bind: Steps = ()
     store: Steps = ()
     write: Steps = ()
-    pins: tuple[tuple[str, int], ...] = ()
+    pins: tuple[tuple[str, Sequence[int]], ...] = ()
     spare_slots: tuple[int, ...] = ()
     misses: tuple[tuple[str, int], ...] = ()
     not_stored: int = 0
@@ -307,8 +312,13 @@ class Draft:
     """A plan being made: the parts that several decisions add to."""
 
     demote: Sequence[Move] = ()
-    pins: list[tuple[str, int]] = field(default_factory=list)
+    pins: list[tuple[str, Sequence[int]]] = field(default_factory=list)
     misses: dict[str, int] = field(default_factory=dict)
+
+    def pin(self, tier: str, pages: Sequence[int]) -> None:
+        """Note pages, pinned in a tier, that the plan has to let go of when it ends."""
+        if pages:
+            self.pins.append((tier, pages))
 
     def miss(self, reason: str, pages: int) -> None:
         """Count pages that will not hit."""

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import repeat
+from itertools import compress, repeat
 
 import numpy as np
 
-from tiered_kv.columns import array_of
+from tiered_kv.columns import Numbers, array_of
 from tiered_kv.found import FoundPages
 from tiered_kv.index import Index, TierIndex
 from tiered_kv.keys import KeyChain, PageKey
-from tiered_kv.ledger import Ledger, by_tier
+from tiered_kv.ledger import Ledger
 from tiered_kv.plan import (
     DISK,
     HBM,
@@ -79,10 +79,11 @@ class Planner(Ledger):
         """
         draft = Draft()
         pages, sources = self._hit(keys, gate, draft)
-        slots = self._hbm_slots(pages, sources, into, draft)
+        slots = self._hbm_slots(pages, sources, into)
         if len(slots) < len(pages):
             draft.miss("no_room", len(pages) - len(slots))
-            pages, sources = pages[: len(slots)], sources[: len(slots)]
+            pages, sources = Numbers(pages[: len(slots)]), sources[: len(slots)]
+        draft.pins += by_source(pages, sources)
         load = self._loads(pages, sources, draft)
         loaded = set(pages_of(load))
         through = [HOST if p in loaded else s for p, s in zip(pages, sources, strict=True)]
@@ -104,6 +105,7 @@ class Planner(Ledger):
         """Bring the pages of the longest present prefix that are on disk alone up to host."""
         draft = Draft()
         pages, sources = self._hit(keys, gate, draft)
+        draft.pins += by_source(pages, sources)
         load = self._loads(pages, sources, draft)
         return Plan(
             pages=tuple(pages),
@@ -126,9 +128,8 @@ class Planner(Ledger):
         sources = self.index.sources(pages)
         count, reason = gate.cut(sources)
         draft.miss(reason, len(pages) - count)
-        pages, sources = pages[:count], sources[:count]
-        draft.pins += zip(sources, pages, strict=True)
-        for source, held in by_tier(draft.pins):
+        pages, sources = Numbers(pages[:count]), sources[:count]
+        for source, held in by_source(pages, sources):
             self.index.pin(self.index.by_name[source], held)
         self.index.touch(pages)
         return pages, sources
@@ -141,12 +142,12 @@ class Planner(Ledger):
             yield "no_parent" if depth and present else self.index.why_missing(key)
 
     def _hbm_slots(
-        self, pages: list[int], sources: list[str], into: Sequence[int] | None, draft: Draft
+        self, pages: list[int], sources: list[str], into: Sequence[int] | None
     ) -> list[int]:
         """One slot a page of the hit, as far as HBM has room; new ones are reserved.
 
         Where there is too little, the deepest pages of the hit are let go of, and if they stand in
-        HBM they make room for the first: a hit is a prefix. Their pins leave the draft.
+        HBM they make room for the first: a hit is a prefix.
         """
         if into is not None:
             return list(into[: len(pages)])
@@ -162,18 +163,11 @@ class Planner(Ledger):
                 slots.append(fresh.pop())
             else:
                 end -= 1
-                self._let_go(draft)
+                self._unpin(sources[end], [pages[end]])
                 if sources[end] == HBM:
                     fresh += self.room.on_hbm(1, self._hbm)
-        while len(draft.pins) > len(slots):
-            self._let_go(draft)
         self.room.free(HBM, fresh)
         return slots
-
-    def _let_go(self, draft: Draft) -> None:
-        """Take back the last pin of a draft, which so far has one a page of the hit, in order."""
-        tier, page = draft.pins.pop()
-        self._unpin(tier, [page])
 
     def _loads(self, pages: list[int], sources: list[str], draft: Draft) -> Sequence[Move]:
         """Moves disk -> host for the pages on disk alone, as far as host has room for them."""
@@ -186,11 +180,11 @@ class Planner(Ledger):
             if source == DISK and page not in doomed
         ]
         slots, after = self.room.on_host(len(cold), draft)
-        loaded = cold[: len(slots)]
+        loaded = Numbers(cold[: len(slots)])
         moves = moves_of(self.index, loaded, DISK, HOST, slots, after=after)
         self.index.begin(self._host, loaded, slots)
         self.index.pin(self._host, loaded)
-        draft.pins += zip(repeat(HOST), loaded)
+        draft.pin(HOST, loaded)
         return moves
 
     def _fills(self, pages: list[int], sources: list[str], slots: list[int]) -> Sequence[Move]:
@@ -236,7 +230,7 @@ class Planner(Ledger):
                 misses=tuple(draft.misses.items()),
                 not_stored=len(keys),
             )
-        pages = self.index.add(keys, parent)
+        pages, slots = Numbers(self.index.add(keys, parent)), Numbers(slots)
         bind, spare = self._bind(pages, slots)
         self.index.touch(pages)
         with self._kept_on_disk(pages):  # room is made from the bottom: not by what is put itself
@@ -272,7 +266,7 @@ class Planner(Ledger):
         """Pages enter HBM where the caller has put them; slots of pages already there are spare."""
         if self._hbm is None:
             return [], []
-        bound, at_slots, spare = _absent(self._hbm, pages), list(slots), []
+        bound, at_slots, spare = _absent(self._hbm, pages), slots, list[int]()
         if len(bound) < len(pages):
             new = set(bound)
             at_slots = [slot for page, slot in zip(pages, slots, strict=True) if page in new]
@@ -282,11 +276,12 @@ class Planner(Ledger):
 
     def _stores(self, pages: list[int], slots: Sequence[int], draft: Draft) -> Moves:
         """Copies HBM -> host of the pages not there, parents first, as far as host has room."""
-        path = self._unstored_ancestors(pages[0] if pages else -1) + pages
+        ancestors = self._unstored_ancestors(pages[0] if pages else -1)
+        path = Numbers(ancestors + pages) if ancestors else pages
         wanted = _absent(self._host, path)
         above = self.index.parent_of[wanted[0]] if wanted else -1
         grants = self.room.on_host(len(wanted), draft, below=above)
-        stored = wanted[: len(grants.slots)]
+        stored = wanted if len(grants.slots) == len(wanted) else wanted[: len(grants.slots)]
         self.index.begin(self._host, stored, grants.slots)
         return self._store_moves(stored, dict(zip(pages, slots, strict=True)), grants, draft)
 
@@ -298,20 +293,23 @@ class Planner(Ledger):
         waits = [False] * len(pages)
         if self._hbm is not None:
             in_hbm = self._hbm.slots(pages)
-            held = [page for page, bound in zip(pages, in_hbm, strict=True) if bound >= 0]
-            self.index.pin(self._hbm, held)
-            draft.pins += zip(repeat(HBM), held)
-            waits = [  # bound there by this plan; others stand in a spare slot
-                slot == bound >= 0 for slot, bound in zip(sources, in_hbm, strict=True)
-            ]
-            if -1 in sources:
+            if sources == in_hbm and -1 not in in_hbm:  # mostly
+                held, waits = pages, [True] * len(pages)
+            else:
+                held = [page for page, bound in zip(pages, in_hbm, strict=True) if bound >= 0]
+                waits = [  # bound there by this plan; others stand in a spare slot
+                    slot == bound >= 0 for slot, bound in zip(sources, in_hbm, strict=True)
+                ]
                 sources = [
                     bound if slot < 0 else slot for slot, bound in zip(sources, in_hbm, strict=True)
                 ]
+            self.index.pin(self._hbm, held)
+            draft.pin(HBM, held)
+        keys, parents = self.index.links(pages)
         return Moves(
             pages,
-            self.index.keys(pages),
-            self.index.parent_keys(pages),
+            keys,
+            parents,
             (HBM, sources, HOST, grants.slots),
             waits=waits,
             after=grants.after,
@@ -336,8 +334,7 @@ class Planner(Ledger):
         """Copies host -> disk of pages and their ancestors, as far as disk has room."""
         assert self._disk is not None
         durable = self.room.durable(pages)
-        states = self._disk.states(durable)
-        dirty = [page for page, state in zip(durable, states, strict=True) if not state]
+        dirty = _in_state(ABSENT, self._disk, durable)
         slots = self.room.write_slots(dirty)
         while slots is None and len(dirty) > 1:
             dirty = dirty[: len(dirty) // 2]
@@ -346,7 +343,7 @@ class Planner(Ledger):
             return []
         return self.room.write(slots, draft)
 
-    def dirty_pages(self) -> list[int]:
+    def dirty_pages(self) -> Sequence[int]:
         """Host pages that are not on disk and could be written there, coldest first. O(pages).
 
         No more than disk holds beside the host pages that are on it already: where it is smaller
@@ -367,9 +364,7 @@ class Planner(Ledger):
         draft = Draft()
         if self._disk is None:
             return Plan()
-        states = self._host.states(pages)
-        here = [page for page, state in zip(pages, states, strict=True) if state == RESIDENT]
-        write = self._writes(here, draft)
+        write = self._writes(_in_state(RESIDENT, self._host, Numbers(pages)), draft)
         return Plan(write=steps_of(write), pins=tuple(draft.pins))
 
     # -- what was there before ---------------------------------------------------------------------
@@ -385,6 +380,22 @@ class Planner(Ledger):
         self.index.restore(self.index.by_name[tier], rooted)
         self.room.free(tier, orphans)
         return orphans
+
+
+def by_source(pages: list[int], sources: list[str]) -> list[tuple[str, list[int]]]:
+    """(tier, its pages) for each tier that is a source of some."""
+    names = dict.fromkeys(sources)
+    if len(names) == 1:
+        return [(name, pages) for name in names]
+    return [(name, list(compress(pages, map(name.__eq__, sources)))) for name in names]
+
+
+def _in_state(state: int, tier: TierIndex, pages: Sequence[int]) -> Sequence[int]:
+    """Those of the pages that are in a state in a tier: mostly all of them."""
+    states = tier.states(pages)
+    if states.count(state) == len(states):
+        return pages
+    return Numbers(compress(pages, map(state.__eq__, states)))
 
 
 def _absent(tier: TierIndex, pages: list[int]) -> list[int]:

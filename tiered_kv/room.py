@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import repeat
+from itertools import compress
+from operator import not_
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from tiered_kv.columns import FEW, array_of, numbers
+from tiered_kv.columns import FEW, Numbers, array_of, numbers
 from tiered_kv.index import Index, TierIndex
 from tiered_kv.plan import DISK, HOST, Draft, Moves
 from tiered_kv.tier_index import ABSENT, RESIDENT
@@ -55,10 +56,11 @@ def moves_of(
 ) -> Moves:
     """The moves of pages from where a tier has them, or awaits them, to slots of another."""
     tier = index.by_name[source]
+    keys, parents = index.links(pages)
     return Moves(
         pages,
-        index.keys(pages),
-        index.parent_keys(pages),
+        keys,
+        parents,
         (source, tier.slots(pages), target, slots),
         waits=[state != RESIDENT for state in tier.states(pages)],
         after=after,
@@ -123,7 +125,7 @@ class Room:
             below: the page they will hang from, or -1. It may go to disk for them, but is not
                 dropped: a prefix is worth more than what continues it.
         """
-        grants = Grants([], [])
+        grants = Grants(Numbers(), [])
         grants.add(self.reserve_free(HOST, n))
         missing = n - len(grants.slots)
         if missing <= 0:
@@ -170,18 +172,18 @@ class Room:
         stuck: list[int] = []
         while True:
             victims = self._victims(host, n, stuck, demote=True)
-            durable = set(self.durable(victims))
+            durable = self.durable(victims)
             if len(durable) == len(victims):
                 return victims
-            stuck += [page for page in victims if page not in durable]
+            stuck += set(victims).difference(durable)
 
     def _slots_for(self, victims: Sequence[int]) -> dict[int, int] | None:
         states = self._index.by_name[DISK].states(victims)
-        dirty = [page for page, state in zip(victims, states, strict=True) if not state]
-        clean = [page for page, state in zip(victims, states, strict=True) if state]
+        clean = list(compress(victims, states))
+        dirty = list(compress(victims, map(not_, states))) if len(clean) < len(victims) else []
         return self.write_slots(dirty, keep=clean)
 
-    def durable(self, pages: Sequence[int]) -> list[int]:
+    def durable(self, pages: Sequence[int]) -> Sequence[int]:
         """Those of the pages that are on disk or could be written there now.
 
         Not one with an ancestor in HBM alone, or a hole, or whose copy on disk was found bad and is
@@ -189,7 +191,7 @@ class Room:
         """
         index, disk, host = self._index, self._index.by_name[DISK], self._index.by_name[HOST]
         if len(pages) >= FEW and self._are_durable(pages):
-            return list(pages)
+            return pages
         known: dict[int, bool] = {-1: True}
         for page in pages:
             path = []
@@ -220,29 +222,52 @@ class Room:
         No page of `keep` leaves disk for them. None, and nothing changed, if disk cannot make that
         room without orphaning or unpinning a page.
         """
-        index, disk = self._index, self._index.by_name[DISK]
+        in_columns = self._whole_paths(pages) if len(pages) >= FEW else None
+        order, below = in_columns or self._paths(pages)
+        slots = self._exactly(DISK, len(order), [*keep, *below])
+        return None if slots is None else dict(zip(order, slots, strict=True))
+
+    def _paths(self, pages: Sequence[int]) -> tuple[Collection[int], list[int]]:
+        """Pages with their ancestors that are not on disk, root first; what is there above them.
+
+        The latter are soon to be parents there, and must not leave meanwhile.
+        """
+        parent_of, state = self._index.parent_of, self._index.by_name[DISK].state
         order: dict[int, None] = {}
-        held = list(keep)
+        below: list[int] = []
         for page in pages:
             path = []
-            while page >= 0 and not disk.state[page] and page not in order:
+            while page >= 0 and not state[page] and page not in order:
                 path.append(page)
-                page = index.parent_of[page]
+                page = parent_of[page]
             order.update(dict.fromkeys(reversed(path)))
-            if page >= 0 and disk.state[page]:
-                held.append(page)  # on disk, and soon a parent there: must not leave meanwhile
-        slots = self._exactly(DISK, len(order), held)
-        return None if slots is None else dict(zip(order, slots, strict=True))
+            if page >= 0 and state[page]:
+                below.append(page)
+        return order, below
+
+    def _whole_paths(self, pages: Sequence[int]) -> tuple[list[int], list[int]] | None:
+        """`_paths` in columns: of pages, each once, that stand deepest first in whole paths."""
+        at, states = numbers(pages), array_of(self._index.by_name[DISK].state)
+        parents = array_of(self._index.parent_of)[at]
+        is_first = np.append(parents[:-1] != at[1:], True)  # of its path; the next is another's
+        above = parents[is_first]
+        above = above[above >= 0]
+        if states[at].any() or not states[above].all():
+            return None
+        ends = np.flatnonzero(is_first)
+        begins = np.append(0, ends[:-1] + 1)
+        places = np.repeat(begins + ends, ends - begins + 1) - np.arange(len(at))
+        return at[places].tolist(), above.tolist()
 
     def write(self, slots: dict[int, int], draft: Draft, *, leaving: Collection[int] = ()) -> Moves:
         """Copies of host pages to disk, in the order of `slots`: page -> disk slot.
 
         Those of `leaving` are to be evicted; the others stay, pinned on host until the plan ends.
         """
-        index, pages, disk_slots = self._index, list(slots), list(slots.values())
+        index, pages, disk_slots = self._index, Numbers(slots), Numbers(slots.values())
         staying = [page for page in pages if page not in leaving] if leaving else pages
         index.begin(index.by_name[DISK], pages, disk_slots)
         index.pin(index.by_name[HOST], staying)
-        draft.pins += zip(repeat(HOST), staying)
+        draft.pin(HOST, staying)
         leaves = [page in leaving for page in pages] if leaving else None
         return moves_of(index, pages, HOST, DISK, disk_slots, leaves=leaves)

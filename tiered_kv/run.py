@@ -7,11 +7,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import repeat
 from typing import Any
 
 from tiered_kv.errors import CorruptPageError, TierIOError
-from tiered_kv.jobs import Batch, Job, LoadJob
 from tiered_kv.kernels.page_copy.rows import Rows
 from tiered_kv.keys import PageKey
 from tiered_kv.mover import (
@@ -21,7 +19,6 @@ from tiered_kv.mover import (
     LOADS_AHEAD,
     WRITE_BATCH_BYTES,
     Mover,
-    Place,
 )
 from tiered_kv.plan import (
     DISK,
@@ -29,6 +26,7 @@ from tiered_kv.plan import (
     HOST,
     Move,
     Moves,
+    afters_of,
     in_motion,
     keys_of,
     pages_of,
@@ -40,13 +38,10 @@ from tiered_kv.plan import (
 )
 from tiered_kv.storage.base import Page
 from tiered_kv.streams import Event, Stream, when_all
+from tiered_kv.tasks import Batch, LoadTask, Task
 from tiered_kv.transfer import Transfer
 
-
-def _places(moves: Sequence[Move]) -> list[Place]:
-    """Where moves, all into one tier, bring their pages."""
-    target = moves[0].target if moves else ""
-    return list(zip(repeat(target), keys_of(moves)))
+_NEW_PAGE: Callable[[tuple[Any, ...]], Page] = partial(tuple.__new__, Page)  # half of Page(...)
 
 
 class Run:
@@ -98,23 +93,22 @@ class Run:
         mover.in_flight.add(self.transfer)
         # A store waits for the page that its own plan binds, if at all, and a demotion for none.
         waits = [move for step in (plan.load, plan.fill, plan.write) for move in waiting(step)]
-        joined = {(move.source, move.key) for move in waits} & mover.arrivals.keys()
-        self._join({key for _, key in joined})
+        self._join({move.key for move in waits if mover.arrivals.event(move.source, move.key)})
         bound = Event()
-        on_hbm = [*self._fill_jobs(), *self._store_jobs(bound)]
-        jobs: list[Job | LoadJob] = [
-            *self._write_jobs(plan.demote, DEMOTE_BATCH_BYTES),
-            *self._load_jobs(),
+        on_hbm = [*self._fill_tasks(), *self._store_tasks(bound)]
+        tasks: list[Task | LoadTask] = [
+            *self._write_tasks(plan.demote, DEMOTE_BATCH_BYTES),
+            *self._load_tasks(),
             *on_hbm,
-            *self._write_jobs(plan.write, WRITE_BATCH_BYTES),
+            *self._write_tasks(plan.write, WRITE_BATCH_BYTES),
         ]
-        announced = [self._announce(in_motion(job.batch), job.done) for job in jobs]
+        announced = [self._announce(in_motion(task.batch), task.done) for task in tasks]
         unmoved = self._settle_unmoved()  # of which some may be demoted by this very plan
         self._bind(bound)
-        for job, arriving in zip(jobs, announced, strict=True):
-            self._submit(job, arriving)
-        when_all([job.done for job in on_hbm], self.hbm_done.fire)
-        when_all([bound, unmoved, *(job.done for job in jobs)], self._end)
+        for task, arriving in zip(tasks, announced, strict=True):
+            self._submit(task, arriving)
+        when_all([task.done for task in on_hbm], self.hbm_done.fire)
+        when_all([bound, unmoved, *(task.done for task in tasks)], self._end)
 
     def leave_hbm(self) -> None:
         """Let HBM be: what is being copied is finished, what has not begun never begins.
@@ -138,7 +132,8 @@ class Run:
         Returns the moves that bring such a page, not one to a slot that is the caller's own.
         """
         arriving = self._mover.books.arriving(moves)
-        self._mover.arrivals.update(dict.fromkeys(_places(arriving), done))
+        if arriving:
+            self._mover.arrivals.announce(arriving[0].target, keys_of(arriving), done)
         return arriving
 
     def _settle_unmoved(self) -> Event:
@@ -151,9 +146,13 @@ class Run:
         tiers = (HOST, DISK) if self._plan.is_put else (HBM, HOST)
         left_out = [at for at, page in enumerate(pages) if page not in counting]
         unmoved = [(at, mover.books.key(pages[at])) for at in left_out]
-        places = {(tier, key) for _, key in unmoved for tier in tiers}
-        coming = places & mover.arrivals.keys()
-        self._join({key for _, key in coming})
+        coming = [
+            (key, event)
+            for tier in tiers
+            for _, key in unmoved
+            if (event := mover.arrivals.event(tier, key))
+        ]
+        self._join({key for key, _ in coming})
 
         def judge() -> None:
             with mover.lock:  # a page may have gone, and its number be another's by now
@@ -162,15 +161,15 @@ class Run:
             self._lose({at: "no_room" for at, _ in unmoved if at not in here})
             settled.fire()
 
-        when_all([mover.arrivals[place] for place in coming], judge)
+        when_all([event for _, event in coming], judge)
         return settled
 
     # -- queueing ----------------------------------------------------------------------------------
 
-    def _submit(self, job: Job | LoadJob, arriving: Sequence[Move]) -> None:
+    def _submit(self, task: Task | LoadTask, arriving: Sequence[Move]) -> None:
         """Queue a batch; it is published when the device is through with it.
 
-        Whatever happens, every move of the batch ends as arrived or failed, and `job.done` fires.
+        Whatever happens, every move of the batch ends as arrived or failed, and `task.done` fires.
         """
         made: Batch = ()
 
@@ -178,38 +177,37 @@ class Run:
             nonlocal made
             try:
                 through = work()
-                job.stream.drain()
+                task.stream.drain()
                 made = through
             except BaseException as error:  # surfaces at wait(); nobody is above a worker thread
                 self.transfer.broke(error)
 
-        def begin(job: LoadJob) -> Callable[[], None]:
+        def begin(task: LoadTask) -> Callable[[], None]:
             try:
-                return partial(guarded, job.begin(job.batch))
+                return partial(guarded, task.begin(task.batch))
             except BaseException as error:
                 return partial(self.transfer.broke, error)
 
-        needs = [*job.ready, *self._needs(job)]
-        if isinstance(job, LoadJob):
-            queued = job.stream.submit_halves(partial(begin, job), LOADS_AHEAD, needs)
+        needs = [*task.ready, *self._needs(task)]
+        if isinstance(task, LoadTask):
+            queued = task.stream.submit_halves(partial(begin, task), LOADS_AHEAD, needs)
         else:
-            queued = job.stream.submit(partial(guarded, partial(job.work, job.batch)), needs)
-        queued.on_fire(lambda: self._publish(job.batch, arriving, made, job.done))
+            queued = task.stream.submit(partial(guarded, partial(task.work, task.batch)), needs)
+        queued.on_fire(lambda: self._publish(task.batch, arriving, made, task.done))
 
-    def _needs(self, job: Job | LoadJob) -> list[Event]:
+    def _needs(self, task: Task | LoadTask) -> list[Event]:
         """The events of other batches that this one waits for, each once."""
-        arrivals, batch = self._mover.arrivals, job.batch
+        arrivals, batch = self._mover.arrivals, task.batch
         needs: dict[Event | None, None] = {}
-        if job.stream is not self._mover.store_stream:  # whose pages come with `job.ready`
-            places = [(move.source, move.key) for move in waiting(batch)]
-            needs.update(dict.fromkeys(map(arrivals.get, places)))
+        if task.stream is not self._mover.store_stream:  # whose pages come with `task.ready`
+            needs.update((arrivals.event(m.source, m.key), None) for m in waiting(batch))
         if self._demoted:
-            gone = [self._demoted[move.after] for move in batch if move.after >= 0]
-            needs.update(dict.fromkeys(arrivals[DISK, key] for key in gone))
+            gone = [self._demoted[page] for page in afters_of(batch) if page >= 0]
+            needs.update((arrivals.event(DISK, key), None) for key in gone)
         if batch[0].target == DISK:
             above = {*parents_of(batch)}.difference(keys_of(batch))  # hardly any
-            needs.update(dict.fromkeys(arrivals.get((DISK, key)) for key in above if key))
-        return [event for event in needs if event is not None and event is not job.done]
+            needs.update((arrivals.event(DISK, key), None) for key in above if key)
+        return [event for event in needs if event is not None and event is not task.done]
 
     def _publish(
         self, batch: Sequence[Move], arriving: Sequence[Move], made: Sequence[Move], done: Event
@@ -223,15 +221,22 @@ class Run:
             for move in () if is_whole else arriving:
                 if move.page not in came:
                     mover.books.failed(move, self._why(move))
-            for place in _places(arriving):
-                del mover.arrivals[place]
+            if arriving:
+                mover.arrivals.end(arriving[0].target, keys_of(arriving))
+        counted = self._counted(batch)
+        if is_whole:
+            self.transfer.here(counted.values())
+        else:
+            self.transfer.here([at for page, at in counted.items() if page in came])
+            self._lose({at: "failed" for page, at in counted.items() if page not in came})
+        done.fire()
+
+    def _counted(self, batch: Batch) -> dict[int, int]:
+        """The pages of a batch that count in the tier that it brings them to; their positions."""
         position, counting = self._position, self._counting
         target = batch[0].target if batch else ""
-        counted = [p for p in pages_of(batch) if counting.get(p) == target and p in position]
-        self.transfer.here([position[page] for page in counted if is_whole or page in came])
-        if not is_whole:
-            self._lose({position[page]: "failed" for page in counted if page not in came})
-        done.fire()
+        pages = [page for page in pages_of(batch) if counting.get(page) == target]
+        return {page: position[page] for page in pages if page in position}
 
     def _why(self, move: Move) -> str:
         return self.why_lost.get(self._position.get(move.page, -1), "failed")
@@ -275,10 +280,10 @@ class Run:
             mover.books.arrived_all(batch)
             bound.fire()
 
-    def _write_jobs(self, moves: Sequence[Move], batch_bytes: int) -> list[Job]:
+    def _write_tasks(self, moves: Sequence[Move], batch_bytes: int) -> list[Task]:
         mover = self._mover
         return [
-            Job(mover.write_stream, batch, self._write)
+            Task(mover.write_stream, batch, self._write)
             for batch in mover.batches(moves, batch_bytes)
         ]
 
@@ -290,7 +295,7 @@ class Run:
         if not moves:
             return []
         views = mover.host.views(source_slots_of(moves))
-        pages = list(map(Page, keys_of(moves), parents_of(moves), views))
+        pages = list(map(_NEW_PAGE, zip(keys_of(moves), parents_of(moves), views, strict=True)))
         try:
             mover.disk.write(target_slots_of(moves), pages)
         except TierIOError as error:
@@ -300,13 +305,13 @@ class Run:
         mover.counters.moved(HOST, DISK, len(moves) * mover.hbm.page_bytes)
         return moves
 
-    def _load_jobs(self) -> list[LoadJob]:
+    def _load_tasks(self) -> list[LoadTask]:
         mover = self._mover
-        jobs = []
+        tasks = []
         for batch in mover.batches(self._plan.load, LOAD_BATCH_BYTES):
             done = Event()
-            jobs.append(LoadJob(mover.loader(done), batch, self._begin_load, done))
-        return jobs
+            tasks.append(LoadTask(mover.loader(done), batch, self._begin_load, done))
+        return tasks
 
     def _begin_load(self, batch: Batch) -> Callable[[], Batch]:
         """Begin to read pages from disk to host; what is returned ends it."""
@@ -345,7 +350,7 @@ class Run:
         if move.page in self._position:
             self.why_lost.setdefault(self._position[move.page], reason)
 
-    def _fill_jobs(self) -> list[Job]:
+    def _fill_tasks(self) -> list[Task]:
         """Batches by what they wait for."""
         if not self._plan.fill:
             self.transfer.sources_known()
@@ -359,8 +364,8 @@ class Run:
         self._layer_left = [self._unknown] * layers
         self._layer_marks = [[] for _ in range(layers)]
         return [
-            Job(mover.fill_stream, batch, self._fill, self._ready) for batch in groups.values()
-        ] + [Job(mover.load_stream, batch, self._fill_staged, self._ready) for batch in passes]
+            Task(mover.fill_stream, batch, self._fill, self._ready) for batch in groups.values()
+        ] + [Task(mover.load_stream, batch, self._fill_staged, self._ready) for batch in passes]
 
     def _fill_groups(self) -> dict[str | int, Batch]:
         """Moves by what they wait for: nothing, a load batch, others' transfers, staging."""
@@ -466,11 +471,11 @@ class Run:
         for layer in whole:
             self.transfer.layer_here(layer, self._layer_marks[layer])
 
-    def _store_jobs(self, bound: Event) -> list[Job]:
+    def _store_tasks(self, bound: Event) -> list[Task]:
         mover = self._mover
         ready = [*self._ready, bound] if self._plan.bind else self._ready
         return [
-            Job(mover.store_stream, batch, self._store, ready)
+            Task(mover.store_stream, batch, self._store, ready)
             for batch in mover.batches(self._plan.store, COPY_BATCH_BYTES)
         ]
 

@@ -21,7 +21,7 @@ from tiered_kv.found import FoundPages
 from tiered_kv.hbm_pages import HbmPages
 from tiered_kv.keys import KeyChain, Multimodal, Namespace, PageKey, page_keys
 from tiered_kv.layout import KVLayout
-from tiered_kv.mover import Mover
+from tiered_kv.mover import WRITE_BATCH_BYTES, Mover
 from tiered_kv.plan import DISK, HBM, HOST, LOAD_ALL, Gate, Plan, pages_of, target_slots_of
 from tiered_kv.planner import Planner
 from tiered_kv.run import Run
@@ -33,7 +33,7 @@ from tiered_kv.storage.host import HostTier
 from tiered_kv.streams import caller_event
 from tiered_kv.transfer import Transfer
 
-_FLUSH_BYTES = 64 << 20
+_FLUSH_BYTES = WRITE_BATCH_BYTES
 
 
 class PageState(Enum):
@@ -64,6 +64,9 @@ class PrefixMatch:
         if not self.pages:
             return PageState.MISS
         return PageState.PENDING if self.pending_pages else PageState.HIT
+
+
+_NO_MATCH = PrefixMatch(0, 0, 0, 0, 0, 0)
 
 
 class TieredStore:
@@ -184,6 +187,8 @@ class TieredStore:
             self._check_open()
             index = self._planner.index
             pages = index.match(keys)
+            if not pages:
+                return _NO_MATCH
             spread = index.spread(pages)
         none = (0, 0)
         return PrefixMatch(
@@ -344,7 +349,8 @@ class TieredStore:
     def _flush(self) -> int:
         with self._lock:
             dirty = self._planner.dirty_pages()
-        batch = max(1, _FLUSH_BYTES // self.layout.page_bytes)
+        pages = _FLUSH_BYTES // self.layout.page_bytes
+        batch = max(1, min(pages, self._host.capacity_pages // 2))  # they cannot leave meanwhile
         written = 0
         for at in range(0, len(dirty), batch):
             # Not planned while the batch before it is written: the interpreter's lock would go to

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from enum import IntEnum
 
 import numpy as np
 
-from tiered_kv.columns import FEW, Array, array_of, column, longer, numbers
+from tiered_kv.columns import FEW, Array, Numbers, array_of, column, leading, longer, numbers
 from tiered_kv.policy import Policy, make
 
 
@@ -102,6 +102,11 @@ class TierIndex:
         """The page before this one, or -1."""
         return self._nodes.parent_of[page]
 
+    def parents(self, pages: Sequence[int]) -> Array:
+        """`parent` of each page."""
+        found: Array = array_of(self._nodes.parent_of)[numbers(pages)]
+        return found
+
     def child_count(self, page: int) -> int:
         """Children of a page in this tier, or on their way into it."""
         return self.children[page]
@@ -111,9 +116,13 @@ class TierIndex:
         if isinstance(pages, range):
             here = array_of(self.children)[pages.start : pages.stop]
             found: list[int] = (np.flatnonzero(here == 0) + pages.start).tolist()
-            return found
-        children = self.children
-        return [page for page in pages if not children[page]]
+        elif len(pages) >= FEW:
+            at = numbers(pages)
+            found = at[array_of(self.children)[at] == 0].tolist()
+        else:
+            children = self.children
+            found = [page for page in pages if not children[page]]
+        return found
 
     def last_use(self, page: int) -> int:
         """Logical time of the last use."""
@@ -138,21 +147,41 @@ class TierIndex:
             return nodes.last_use_of[page] + nodes.favours.get(page, 0)
         return nodes.last_use_of[page]
 
+    def favoured_uses(self, pages: Array) -> Array:
+        """`favoured_use` of each page."""
+        uses: Array = array_of(self._nodes.last_use_of)[pages]
+        favours = self._nodes.favours
+        if favours:
+            uses += np.fromiter((favours.get(page, 0) for page in pages.tolist()), np.int64)
+        return uses
+
+    def line(self, page: int, n: int) -> Array:
+        """Up to n resident pages above one, nearest first, each with one child here."""
+        parent_of, above = self._nodes.parent_of, list[int]()
+        while len(above) < n and (page := parent_of[page]) >= 0:
+            above.append(page)
+        line = numbers(above)
+        is_in_line = array_of(self.state)[line] == RESIDENT
+        is_in_line &= array_of(self.children)[line] == 1
+        return line[: leading(is_in_line)]
+
     def is_resident(self, page: int) -> bool:
         """Whether the page's bytes are here and verified."""
         return self.state[page] == RESIDENT
 
-    def states(self, pages: Sequence[int]) -> bytes:
+    def states(self, pages: Collection[int]) -> bytes:
         """The state of each page."""
         if len(pages) < FEW:
             return bytes([self.state[page] for page in pages])
         return array_of(self.state)[numbers(pages)].tobytes()
 
-    def slots(self, pages: Sequence[int]) -> list[int]:
+    def slots(self, pages: Collection[int]) -> list[int]:
         """The slot of each page; -1 where it is neither here nor on its way."""
         if len(pages) < FEW:
             return [self.slot[page] for page in pages]
-        found: list[int] = array_of(self.slot)[numbers(pages)].tolist()
+        slots = array_of(self.slot)[numbers(pages)]
+        found = Numbers(slots.tolist())
+        found.array = slots
         return found
 
     def have(self, state: int, pages: Sequence[int], slots: Sequence[int]) -> list[bool]:

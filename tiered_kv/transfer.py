@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -139,7 +139,7 @@ class Transfer:
 
     # -- for whoever moves -------------------------------------------------------------------------
 
-    def here(self, positions: Sequence[int]) -> None:
+    def here(self, positions: Iterable[int]) -> None:
         """Pages at these positions have come whole."""
         with self._lock:
             for at in positions:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from contracts import PlainTree, PolicyContract
 
-from tiered_kv.policy import Policy, make
+from tiered_kv.policy import Policy, base, make
 from tiered_kv.policy.lru import Lru
 
 
@@ -52,6 +53,18 @@ class TestLru(PolicyContract):
         tree.insert(2)
         tree.hint(0, -9)
         assert self.victims(tree, 3) == [1, 0, 2]
+
+    def test_pages_hinted_to_go_first_go_by_number_in_a_run_too(
+        self, tree: PlainTree, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """No rank is below 0, so that of 9 is not below that of 5."""
+        monkeypatch.setattr(base, "LONG", 1)
+        monkeypatch.setattr(base, "FEW", 1)
+        tree.path(8, 9, 2, 1)
+        tree.insert(5)
+        for page in (8, 9, 2, 1, 5):
+            tree.hint(page, -99)
+        assert self.victims(tree, 5) == [1, 2, 5, 9, 8]
 
 
 def test_lru_is_found_by_its_name() -> None:

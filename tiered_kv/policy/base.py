@@ -11,8 +11,20 @@ from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
+
+import numpy as np
+
+from tiered_kv.columns import FEW, Array, leading, numbers
+
+LONG = 24
+"""So many pages up one branch are chosen one by one, then as many as may go in a run.
+
+A page by itself takes 1.6 us and one of a run 0.2. A run that comes to nothing takes 25 us, and 0.1
+for each page that was tried: no more than the pages before it (Python 3.11, Xeon 2.8 GHz, 2026-11).
+"""
+_TRIED = 8  # pages that a run tries for each that went before it
 
 
 class Tree(Protocol):
@@ -20,6 +32,9 @@ class Tree(Protocol):
 
     def parent(self, page: int) -> int:
         """The page before this one, or -1."""
+
+    def parents(self, pages: Sequence[int]) -> Array:
+        """`parent` of each page."""
 
     def child_count(self, page: int) -> int:
         """Children of a page that are in this tier, or on their way into it."""
@@ -35,6 +50,26 @@ class Tree(Protocol):
 
     def favoured_use(self, page: int) -> int:
         """The last use, and the logical time that a caller's hint adds to it."""
+
+    def favoured_uses(self, pages: Array) -> Array:
+        """`favoured_use` of each page."""
+
+    def line(self, page: int, n: int) -> Array:
+        """Up to n resident pages above one, nearest first, each with one child in this tier."""
+
+
+class Guard(Protocol):
+    """Says which pages must stay, whatever their rank. It may remember what it let go."""
+
+    def holds(self, page: int) -> bool:
+        """Whether a page must stay; if not, it goes."""
+
+    def lets_go(self, run: Array) -> int:
+        """How many of the first pages of a run may go; these do.
+
+        Args:
+            run: resident pages, of which each is the only child in this tier of the next.
+        """
 
 
 class Policy(ABC):
@@ -68,12 +103,12 @@ class Policy(ABC):
         """Pages have left the tier, or will not arrive after all: parents may now be leaves."""
 
     @abstractmethod
-    def victims(self, n: int, protected: Callable[[int], bool]) -> list[int]:
+    def victims(self, n: int, guard: Guard) -> list[int]:
         """Up to n pages to give up, in order, each only after its children; changes nothing.
 
         Args:
             n: how many are wanted.
-            protected: pages that must stay, whatever their rank.
+            guard: asked in that order, of a page or of a run.
         """
 
 
@@ -98,6 +133,10 @@ class LeafFirst(Policy):
     def rank(self, page: int) -> int:
         """Lower gives way first; non-negative. Falls only with a hint, which calls `rerank`."""
 
+    @abstractmethod
+    def ranks(self, pages: Array) -> Array:
+        """`rank` of each page."""
+
     def insert(self, pages: Sequence[int]) -> None:
         highest = max(pages, default=-1)
         if highest >= len(self._resident):
@@ -105,8 +144,11 @@ class LeafFirst(Policy):
             self._resident.extend(bytes(grown))
             self._queued.extend(bytes(grown))
         resident = self._resident
-        for page in pages:
-            resident[page] = 1
+        if len(pages) < FEW:
+            for page in pages:
+                resident[page] = 1
+        else:
+            np.frombuffer(resident, np.uint8)[numbers(pages)] = 1
         self._enqueue(pages)
 
     def fill(self, pages: range) -> None:
@@ -127,12 +169,22 @@ class LeafFirst(Policy):
         """Nothing to do: a stale rank is corrected when it surfaces."""
 
     def remove(self, pages: Sequence[int]) -> None:
+        if len(pages) >= FEW:
+            self._remove_all(pages)
+            return
         resident, known = self._resident, len(self._resident)
         parents = set(map(self._tree.parent, pages))
         for page in pages:
             if page < known:
                 resident[page] = 0
         self._enqueue([page for page in parents if 0 <= page < known and resident[page]])
+
+    def _remove_all(self, pages: Sequence[int]) -> None:
+        at, parents = numbers(pages), self._tree.parents(pages)
+        resident = np.frombuffer(self._resident, np.uint8)
+        resident[at[at < len(resident)]] = 0
+        parents = parents[(parents >= 0) & (parents < len(resident))]
+        self._enqueue([*{*parents[resident[parents] == 1].tolist()}])
 
     def rerank(self, pages: Sequence[int]) -> None:
         """Push leaves anew: a rank that fell would surface too late."""
@@ -154,23 +206,24 @@ class LeafFirst(Policy):
         self._queued[page] = 1
         heapq.heappush(self._heap, self.rank(page) << 32 | page)
 
-    def victims(self, n: int, protected: Callable[[int], bool]) -> list[int]:
+    def victims(self, n: int, guard: Guard) -> list[int]:
         chosen: list[int] = []
         taken: dict[int, int] = {}  # parent -> children chosen so far
         popped: dict[int, int] = {}  # a page whose hint changed stands in the heap twice
-        seen: set[int] = set()
         extra: list[int] = []  # parents that became leaves in this call; in no heap yet
         following = -1  # such a parent that comes before all others: mostly the next to go
+        climbed = 0  # pages that went so in a row
         heap, resident, known = self._heap, self._resident, len(self._resident)
         parent_of, child_count, rank = self._tree.parent, self._tree.child_count, self.rank
+        holds = guard.holds
         while len(chosen) < n and (heap or extra or following >= 0):
             if following >= 0:
-                page, following = following, -1
+                page, following, climbed = following, -1, climbed + 1
             elif extra and (not heap or extra[0] < heap[0]):
-                page = heapq.heappop(extra) & _PAGE
+                page, climbed = heapq.heappop(extra) & _PAGE, 0
             else:
                 entry = heapq.heappop(heap)
-                page = entry & _PAGE
+                page, climbed = entry & _PAGE, 0
                 if not resident[page] or child_count(page):
                     self._queued[page] = 0
                     continue
@@ -181,10 +234,13 @@ class LeafFirst(Policy):
                 if page in popped:
                     continue
                 popped[page] = entry
-            if page in seen or protected(page):
+            if holds(page):
                 continue
-            seen.add(page)
             chosen.append(page)
+            if climbed >= LONG and (wanted := n - len(chosen)) >= FEW:
+                run = self._run(page, min(wanted, _TRIED * climbed), extra, guard)
+                chosen += run
+                page, climbed = chosen[-1], len(run)
             parent = parent_of(page)
             if not (0 <= parent < known and resident[parent]):
                 continue
@@ -200,3 +256,12 @@ class LeafFirst(Policy):
         for entry in popped.values():
             heapq.heappush(heap, entry)
         return chosen
+
+    def _run(self, page: int, n: int, extra: list[int], guard: Guard) -> list[int]:
+        """Up to n pages above one that go next, before all that stand in the heap or `extra`."""
+        run = self._tree.line(page, n)
+        for entry in (*self._heap[:1], *extra[:1]):
+            ranks, rank = self.ranks(run), entry >> 32
+            run = run[: leading((ranks < rank) | ((ranks == rank) & (run < entry & _PAGE)))]
+        going: list[int] = run[: guard.lets_go(run)].tolist()
+        return going

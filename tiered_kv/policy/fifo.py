@@ -8,6 +8,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+import numpy as np
+
+from tiered_kv.columns import Array
 from tiered_kv.policy.base import LeafFirst, Tree
 
 
@@ -33,3 +36,7 @@ class Fifo(LeafFirst):
 
     def rank(self, page: int) -> int:
         return self._arrived[page]
+
+    def ranks(self, pages: Array) -> Array:
+        arrived: Array = np.frombuffer(self._arrived, np.int64)
+        return arrived[pages]

@@ -6,6 +6,9 @@ agrees).
 
 from __future__ import annotations
 
+import numpy as np
+
+from tiered_kv.columns import Array
 from tiered_kv.policy.base import LeafFirst
 
 
@@ -15,3 +18,6 @@ class Lru(LeafFirst):
     def rank(self, page: int) -> int:
         rank = self._tree.favoured_use(page)
         return rank if rank > 0 else 0
+
+    def ranks(self, pages: Array) -> Array:
+        return np.maximum(self._tree.favoured_uses(pages), 0)

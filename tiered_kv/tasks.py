@@ -12,7 +12,7 @@ Batch = Sequence[Move]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Job:
+class Task:
     """A batch for one stream.
 
     Attributes:
@@ -29,12 +29,12 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LoadJob:
+class LoadTask:
     """A batch for a stream that begins the next before it ends the first.
 
     Attributes:
-        begin: begins the moves; what it returns ends them, as `Job.work` does.
-        done: as in `Job`; known to the stream before there is a job.
+        begin: begins the moves; what it returns ends them, as `Task.work` does.
+        done: as in `Task`; known to the stream before there is a task.
     """
 
     stream: HalvesStream
