@@ -19,8 +19,8 @@ import xxhash
 from tiered_kv.errors import ConfigError, TieredKVError, TierIOError
 from tiered_kv.keys import KEY_BYTES, PageKey
 from tiered_kv.storage.disk.columns import Column
-from tiered_kv.storage.disk.entries import ENTRY, LISTED, Entries, entries_from
-from tiered_kv.storage.disk.extent import HAS_PARENT, Record
+from tiered_kv.storage.disk.entries import ENTRY, LISTED, Item, entries_from
+from tiered_kv.storage.disk.extent import EPOCH_SHIFT, HAS_PARENT, Record
 from tiered_kv.storage.disk.leaves import BrokenLeavesError, read_rows
 
 # parent, payload checksum, sequence, generation, offset, stored bytes, segment, codec, flags
@@ -30,6 +30,7 @@ _SEAL = struct.Struct("<Q")  # xxh3-64 of key and entry
 assert _ENTRY.size + _SEAL.size == ENTRY.itemsize
 _SEGMENT = struct.Struct(">I")
 _NUMBER = struct.Struct("<Q")
+_ANY = (1 << 64) - 1
 _BATCH_ENTRIES = 512  # more pairs alive than 700, and the collector goes over all there is
 _SEALED = np.dtype([("bytes", f"V{KEY_BYTES + _ENTRY.size}"), ("seal", "<u8")])
 assert _SEALED.itemsize == LISTED.itemsize
@@ -51,6 +52,9 @@ class CatalogDamagedError(TieredKVError):
 
 class Catalog:
     """Key -> record, segment -> generation, and an epoch that counts openings.
+
+    A record counts if its sequence is below a number that stands here too: so records can be put in
+    ahead (`prepare`), and all of them count from one small transaction on, or none does.
 
     Not locked: the tier calls it from one thread at a time, under the store's own directory lock.
     LMDB's reader table is not used, so no lock file of its own exists.
@@ -77,7 +81,12 @@ class Catalog:
     def _open(self) -> None:
         try:
             self._env = lmdb.open(
-                str(self._path), map_size=self._map_bytes, lock=False, mode=0o600, max_dbs=3
+                str(self._path),
+                map_size=self._map_bytes,
+                lock=False,
+                mode=0o600,
+                max_dbs=3,
+                metasync=False,  # by `_env.sync`, where it has to be durable
             )
             self._pages = self._env.open_db(b"pages")
             self._segments = self._env.open_db(b"segments")
@@ -93,6 +102,16 @@ class Catalog:
             epoch = txn.get(b"epoch", db=self._meta)
             owner = txn.get(b"store", db=self._meta) or b""
         return bytes(owner), _NUMBER.unpack(epoch)[0] if epoch else 0
+
+    def counted_below(self, epoch: int) -> int:
+        """Records with a smaller sequence count, if the last epoch was this one.
+
+        All do in a store that was made or last opened by a version that did not know the number.
+        """
+        with self._reading() as txn:
+            value = txn.get(b"counted", db=self._meta)
+            number = _NUMBER.unpack(value)[0] if value else 0
+            return int(number) if number >> EPOCH_SHIFT == epoch else _ANY
 
     @property
     def entries(self) -> int:
@@ -150,13 +169,44 @@ class Catalog:
             cursor = txn.cursor(db=self._segments)
             return {_SEGMENT.unpack(s)[0]: _NUMBER.unpack(g)[0] for s, g in cursor}
 
+    def prepare(
+        self,
+        *,
+        moved: Sequence[Record] = (),
+        deleted: Sequence[tuple[PageKey, int]] = (),
+        added: Sequence[Item] = (),
+        generations: dict[int, int],
+    ) -> list[Item]:
+        """Apply everything as `commit` does, but what is added does not count yet.
+
+        It is durable when the next commit is: a system that crashes before may not know of it.
+
+        Returns:
+            What was not added, because it would replace an entry that counts: for the commit.
+
+        Raises:
+            TierIOError: as `commit`.
+        """
+        with self._changing() as txn:
+            self._apply(txn, moved, deleted, generations)
+            items = list(added)
+            with txn.cursor() as cursor:
+                given, taken = cursor.putmulti(items, overwrite=False)
+            late = []
+            if taken < given:
+                late = [item for item in items if txn.get(item[0]) != item[1]]
+            self._note(txn, generations)
+        self._noted |= generations
+        return late
+
     def commit(
         self,
         *,
         moved: Sequence[Record] = (),
         deleted: Sequence[tuple[PageKey, int]] = (),
-        added: Entries | None = None,
+        added: Sequence[Item] = (),
         generations: dict[int, int],
+        counted_below: int | None = None,
         identity: tuple[bytes, int] | None = None,
         when: Callable[[], None] = lambda: None,
     ) -> None:
@@ -167,46 +217,51 @@ class Catalog:
             deleted: keys to drop with the sequence they had; ignored where it is another by now.
             added: new records; they replace what the key had.
             generations: of at least the segments named by the records.
+            counted_below: records with a smaller sequence count from now on.
             identity: store id and epoch to note.
             when: called when all is prepared; returns when it may be committed. What it raises
                 undoes all.
 
         Raises:
-            TierIOError: the map is full or the medium failed; nothing was applied.
+            TierIOError: the map is full or the medium failed; nothing counts that did not before,
+                but a commit that the medium failed at its very end may be found after a crash.
         """
-        try:
-            with self._env.begin(write=True, db=self._pages) as txn:
-                self._move(txn, moved, generations)
-                for key, sequence in sorted(deleted):
-                    if _sequence_of(txn, key) == sequence:
-                        txn.delete(key)
-                if added is not None:
-                    with txn.cursor() as cursor:
-                        cursor.putmulti(added.items(generations))
-                self._note(txn, generations)
-                if identity is not None:
-                    txn.put(b"store", identity[0], db=self._meta)
-                    txn.put(b"epoch", _NUMBER.pack(identity[1]), db=self._meta)
-                when()
-            self._noted |= generations
-        except lmdb.MapFullError as error:
-            raise TierIOError(
-                "the catalog of the disk tier is full: nothing of this batch was stored",
-                tier="disk",
-                errno=errno.ENOSPC,
-            ) from error
-        except lmdb.Error as error:
-            number = errno.ENOSPC if isinstance(error, lmdb.DiskError) else errno.EIO
-            message = f"the catalog of the disk tier failed: {error}"
-            raise TierIOError(message, tier="disk", errno=number) from error
+        with self._changing() as txn:
+            self._apply(txn, moved, deleted, generations)
+            if added:
+                with txn.cursor() as cursor:
+                    cursor.putmulti(added)
+            self._note(txn, generations)
+            if counted_below is not None:
+                txn.put(b"counted", _NUMBER.pack(counted_below), db=self._meta)
+            if identity is not None:
+                txn.put(b"store", identity[0], db=self._meta)
+                txn.put(b"epoch", _NUMBER.pack(identity[1]), db=self._meta)
+            when()
+        with _told_as_failures():
+            self._env.sync(True)
+        self._noted |= generations
 
-    def _move(
-        self, txn: lmdb.Transaction, moved: Sequence[Record], generations: dict[int, int]
+    @contextmanager
+    def _changing(self) -> Iterator[lmdb.Transaction]:
+        with _told_as_failures(), self._env.begin(write=True, db=self._pages) as txn:
+            yield txn
+
+    def _apply(
+        self,
+        txn: lmdb.Transaction,
+        moved: Sequence[Record],
+        deleted: Sequence[tuple[PageKey, int]],
+        generations: dict[int, int],
     ) -> None:
         here = [record for record in moved if _sequence_of(txn, record.key) == record.sequence]
-        if here:
-            with txn.cursor() as cursor:
+        with txn.cursor() as cursor:
+            if here:
                 cursor.putmulti(entries_from(here).items(generations))
+            for key, sequence in sorted(deleted):
+                value = cursor.pop(key)  # looked up and then deleted: 2.9 us, not 1.9 (2026-11)
+                if value is not None and _sequence_in(value) != sequence:
+                    cursor.put(key, value)
 
     def _note(self, txn: lmdb.Transaction, generations: dict[int, int]) -> None:
         if generations == self._noted:
@@ -228,9 +283,29 @@ class Catalog:
             raise CatalogDamagedError(f"the disk catalog is damaged: {error}") from error
 
 
+@contextmanager
+def _told_as_failures() -> Iterator[None]:
+    try:
+        yield
+    except lmdb.MapFullError as error:
+        raise TierIOError(
+            "the catalog of the disk tier is full: nothing of this batch was stored",
+            tier="disk",
+            errno=errno.ENOSPC,
+        ) from error
+    except lmdb.Error as error:
+        number = errno.ENOSPC if isinstance(error, lmdb.DiskError) else errno.EIO
+        message = f"the catalog of the disk tier failed: {error}"
+        raise TierIOError(message, tier="disk", errno=number) from error
+
+
 def _sequence_of(txn: lmdb.Transaction, key: PageKey) -> int | None:
     value = txn.get(key)
-    return None if value is None else int(_NUMBER.unpack_from(value, _SEQUENCE_AT)[0])
+    return None if value is None else _sequence_in(value)
+
+
+def _sequence_in(value: bytes | memoryview) -> int:
+    return int(_NUMBER.unpack_from(value, _SEQUENCE_AT)[0])
 
 
 def _require_seals(listed: Column) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import xxhash
@@ -32,6 +32,8 @@ ENTRY = np.dtype(
 """An entry and its seal, which is xxh3-64 of the key and of what stands before it."""
 LISTED = np.dtype([("key", "u1", KEY_BYTES), *ENTRY.descr])
 """A key and its entry, side by side."""
+Item: TypeAlias = tuple[PageKey, bytes]
+"""A key and its sealed entry, as the catalog keeps them."""
 SEAL_BYTES = 8
 _SEALED_BYTES = ENTRY.itemsize - SEAL_BYTES
 
@@ -43,7 +45,7 @@ class Entries:
     keys: Sequence[PageKey]
     rows: Column
 
-    def items(self, generations: dict[int, int]) -> list[tuple[PageKey, bytes]]:
+    def items(self, generations: dict[int, int]) -> list[Item]:
         """Keys and values to be stored, by key; of the same key in the order they were given."""
         count, rows = len(self.keys), self.rows
         if not count:

@@ -43,6 +43,8 @@ RECORD = np.dtype(
 )
 """A record as it stands in a header, for writing many at once."""
 HAS_PARENT = 1
+EPOCH_SHIFT = 40
+"""Sequences and extent numbers begin with the epoch; the lower bits count."""
 _NO_KEY = bytes(KEY_BYTES)
 assert _HEADER.size == _HEADER_BYTES and RECORD.itemsize == _RECORD.size
 assert _RECORDS_AT + EXTENT_RECORDS * _RECORD.size <= BLOCK_BYTES
@@ -106,21 +108,23 @@ def key_column(keys: Sequence[PageKey | None]) -> np.ndarray[Any, Any]:
     return np.frombuffer(joined, np.uint8).reshape(-1, KEY_BYTES)
 
 
-def record_rows(
-    keys: Sequence[PageKey], parents: Sequence[PageKey | None], page_bytes: int
-) -> np.ndarray[Any, Any]:
-    """Records (`RECORD`) of raw pages, whose checksum, sequence and offset are yet to be set."""
-    rows = np.zeros(len(keys), RECORD)
+def name_pages(
+    rows: np.ndarray[Any, Any],
+    keys: Sequence[PageKey],
+    parents: Sequence[PageKey | None],
+    page_bytes: int,
+) -> None:
+    """Set what records (`RECORD`) of raw pages say but checksum, sequence and offset."""
     rows["key"], rows["parent"] = key_column(keys), key_column(parents)
     rows["stored_bytes"], rows["codec"] = page_bytes, CODEC_RAW
     rows["flags"] = [0 if parent is None else HAS_PARENT for parent in parents]
-    return rows
 
 
 def rows_from(records: Sequence[Record]) -> np.ndarray[Any, Any]:
     """Records as they stand in a header (`RECORD`)."""
     keys, parents = [record.key for record in records], [record.parent for record in records]
-    rows = record_rows(keys, parents, 0)
+    rows = np.zeros(len(records), RECORD)
+    name_pages(rows, keys, parents, 0)
     digests = b"".join([record.checksum for record in records])
     rows["checksum"] = np.frombuffer(digests, np.uint8).reshape(-1, CHECKSUM_BYTES)
     for name in ("sequence", "offset", "stored_bytes", "codec"):

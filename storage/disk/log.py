@@ -17,6 +17,7 @@ from tiered_kv.storage.disk.columns import Column
 from tiered_kv.storage.disk.direct_io import BLOCK_BYTES, aligned_buffer, is_aligned
 from tiered_kv.storage.disk.extent import (
     CHECKSUM_BYTES,
+    EPOCH_SHIFT,
     Place,
     checksum_of,
     encode_header,
@@ -44,6 +45,7 @@ class SegmentLog:
         generations: of every segment ever filled; a new one each time a segment is filled again.
         free: segments that hold nothing the catalog names, next to be filled first.
         sealed: full segments, and those found at open.
+        next_sequence: of the next page; all that were ever appended have smaller ones.
     """
 
     def __init__(
@@ -63,10 +65,11 @@ class SegmentLog:
         self._precedence = precedence
         self.generations = generations
         self._next_generation = epoch << 32
-        self._next_number = epoch << 40
-        self._next_sequence = epoch << 40
+        self._next_number = epoch << EPOCH_SHIFT
+        self.next_sequence = epoch << EPOCH_SHIFT
         self._durable_below = self._next_number
         self._created = set(files.existing())
+        self._may_create = True
         segments = sorted(range(geometry.segments), key=lambda s: (s not in self._created, s))
         self.free = [s for s in segments if not records.live_pages(s)]
         self.sealed = [s for s in segments if records.live_pages(s)]
@@ -85,23 +88,56 @@ class SegmentLog:
         room = self._geometry.segment_bytes - self._tail_bytes - BLOCK_BYTES
         return max(0, min(EXTENT_RECORDS, room // stride, max(1, EXTENT_BYTES // stride)))
 
+    def places_left(self) -> int:
+        """Pages for which there is place without emptying a segment; rather too few than too many.
+
+        As if each lay in an extent of its own. One segment stays empty, for compaction.
+        """
+        longest = self._geometry.stride_bytes + BLOCK_BYTES
+        left = 0
+        if self._filling is not None:
+            left = (self._geometry.segment_bytes - self._tail_bytes) // longest
+        return left + max(0, self.ready - 1) * (self._geometry.segment_bytes // longest)
+
+    @property
+    def ready(self) -> int:
+        """Segments that can be filled: all that are free, or those with a file if no more is made.
+
+        So it is from when making one fails, for want of space mostly, to the next write.
+        """
+        if self._may_create:
+            return len(self.free)
+        return sum(segment in self._created for segment in self.free)
+
+    def retry_creating(self) -> None:
+        """Try to make files again, should that have failed."""
+        self._may_create = True
+
     def fill_next(self) -> None:
-        """Seal the segment that is being filled and begin the next free one.
+        """Seal the segment that is being filled and begin one that is ready.
+
+        One that has a file if there is one: space that was written before is faster on a disk that
+        is told of what is deleted, and what is not taken is left to others.
 
         Raises:
-            OSError: its file could not be made, or no segment is free.
+            OSError: its file could not be made, or no segment is ready.
         """
-        if not self.free:
+        if not self.ready:
             raise OSError(errno.ENOSPC, "no segment is left to fill")
-        following = self.free[0]
+        following = next((s for s in self.free if s in self._created), self.free[0])
         if following not in self._created:
-            self._files.create(following)
-            self._created.add(following)
-        self.free.pop(0)
+            self._create(following)
+        self.free.remove(following)
         self.seal()
         self._filling, self._tail_bytes = following, 0
         self.generations[following] = self._next_generation
         self._next_generation += 1
+
+    def _create(self, segment: int) -> None:
+        self._may_create = False
+        self._files.create(segment)
+        self._created.add(segment)
+        self._may_create = True
 
     def seal(self) -> None:
         """Fill the present segment no further."""
@@ -140,8 +176,9 @@ class SegmentLog:
             rows["offset"][upto : upto + count] = offsets
             places.append(place)
             upto += count
-        rows["sequence"][first:upto] = np.arange(upto - first) + self._next_sequence
-        self._next_sequence += upto - first
+        batch.name(slice(first, upto))
+        rows["sequence"][first:upto] = np.arange(upto - first) + self.next_sequence
+        self.next_sequence += upto - first
         # Hashed here, not where it is written: threads that hash pages of 64 KiB hand the
         # interpreter's lock to and fro, and the first write began 5 ms later (2026-11).
         pages = batch.pages[first:upto]
@@ -175,10 +212,14 @@ class SegmentLog:
             OSError: the first failure among its writes.
         """
         syncs = []
+        last = batch.chunks[-1][0] if batch.chunks else None
         for segment, chunks in groupby(batch.chunks, key=itemgetter(0)):
             for _, job in chunks:
                 job.result()
-            syncs.append(self._syncing.submit(self._files.sync, segment))
+            if segment == last:
+                self._files.sync(segment)
+            else:  # while the next segment's are being written
+                syncs.append(self._syncing.submit(self._files.sync, segment))
         for job in syncs:
             job.result()
         self._durable_below = batch.durable_below

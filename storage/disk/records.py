@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -51,6 +51,9 @@ class Unsaved:
     moved: list[Record]
     deleted: list[tuple[PageKey, int]]
     empty: list[int] = field(default_factory=list)
+
+
+NO_CHANGES = Unsaved([], [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,18 +119,21 @@ class Records:
             self._state[slots] = STORED
 
     def forget(self, slots: Sequence[int] | set[int] | Column, state: int = EMPTY) -> None:
-        """Empty slots (or mark them LOST), to be dropped from the catalog at the next commit."""
+        """Empty slots (or mark them LOST), to be dropped from the catalog at the next commit.
+
+        Those that were being written too: the catalog may list them, not yet to count.
+        """
         wanted = np.fromiter(slots, np.int64, len(slots))
         with self._changed:
             rows = self._rows
             states = self._state[wanted]
             held = wanted[(states == WRITING) | (states == STORED)]
-            stored = wanted[states == STORED]
+            if len(held):  # noted first: a signal leaves no entry that nobody would drop
+                sequences = rows.sequence[held].tolist()
+                self._unsaved.deleted.extend(zip(rows.keys(held), sequences, strict=True))
             self._state[wanted] = state
-            for segment, count in _counted(rows.segment[held]):
+            for segment, count in _counted(rows.segment[held]) if len(held) else ():
                 self._live_pages[segment] -= count
-            sequences = rows.sequence[stored].tolist()
-            self._unsaved.deleted.extend(zip(rows.keys(stored), sequences, strict=True))
 
     def move(self, slot: int, to: Record) -> None:
         """This record lies elsewhere now; ignored if the slot holds another record by now."""
@@ -141,18 +147,18 @@ class Records:
             if self._state[slot] == STORED:
                 self._unsaved.moved.append(to)
 
-    def take_unsaved(self) -> Unsaved:
-        """The changes to commit; give them back with `return_unsaved` if that fails."""
+    def unsaved(self) -> Unsaved:
+        """The changes to commit; `saved` is to be told once they are. Twice is harmless."""
         with self._changed:
-            taken, self._unsaved = self._unsaved, Unsaved([], [])
+            moved, deleted = self._unsaved.moved, self._unsaved.deleted
             empty = [segment for segment, live in enumerate(self._live_pages) if not live]
-            return replace(taken, empty=empty)
+            return Unsaved(list(moved), list(deleted), empty)
 
-    def return_unsaved(self, taken: Unsaved) -> None:
-        """A commit failed: keep its changes for the next."""
+    def saved(self, changes: Unsaved) -> None:
+        """These are in the catalog. What came since then, at the ends of the lists, is not."""
         with self._changed:
-            self._unsaved.moved[:0] = taken.moved
-            self._unsaved.deleted[:0] = taken.deleted
+            del self._unsaved.moved[: len(changes.moved)]
+            del self._unsaved.deleted[: len(changes.deleted)]
 
     def locate(self, slots: Sequence[int], held: dict[int, int]) -> Located:
         """Where these slots' pages lie; their segments are held until `release`.

@@ -24,6 +24,7 @@ from tiered_kv.storage.disk.directory import StoreDirectory
 from tiered_kv.storage.disk.entries import entries_from
 from tiered_kv.storage.disk.extent import (
     CODEC_RAW,
+    EPOCH_SHIFT,
     MAGIC,
     Extent,
     Record,
@@ -93,14 +94,13 @@ def _load(catalog: Catalog, directory: StoreDirectory, existing: set[int]) -> Re
     generations = catalog.generations()
     capacity = marker.geometry.capacity_pages
     records = Columns.empty(capacity, marker.geometry.page_bytes)
-    current = _current(existing, generations)
+    current, counted_below = _current(existing, generations), catalog.counted_below(epoch)
     stale: list[tuple[PageKey, int]] = []
+    uncounted: list[tuple[PageKey, int]] = []
     for listed in catalog.batches():
-        is_kept = _is_current(listed, current) & _are_possible(listed, marker.geometry)
-        if not is_kept.all():
-            lost = listed[~is_kept]
-            stale += [(PageKey(row["key"].tobytes()), int(row["sequence"])) for row in lost]
-            listed = listed[is_kept]
+        listed = _apart(listed, listed["sequence"] < counted_below, uncounted)
+        is_current = _is_current(listed, current) & _are_possible(listed, marker.geometry)
+        listed = _apart(listed, is_current, stale)
         if len(records) + len(listed) > capacity:
             raise CatalogDamagedError("the disk catalog names more pages than fit")
         records.append(listed)
@@ -109,14 +109,27 @@ def _load(catalog: Catalog, directory: StoreDirectory, existing: set[int]) -> Re
     records, given_up = _with_one_empty(records, marker.geometry)
     if given_up:
         _log.warning("%s: no segment is empty: %d pages given up", directory.path, len(given_up))
-    identity = (marker.store_id, epoch + 1)
     try:  # the first to look at LMDB's list of free pages
-        catalog.commit(deleted=stale + given_up, generations={}, identity=identity)
+        catalog.commit(
+            deleted=stale + given_up + uncounted,  # before sequences of this epoch count
+            generations={},
+            counted_below=(epoch + 1) << EPOCH_SHIFT,
+            identity=(marker.store_id, epoch + 1),
+        )
     except TierIOError as error:
         if shows_damage(error):
             raise CatalogDamagedError(str(error)) from error
         raise
     return Recovered(catalog, records, generations, epoch + 1, was_rebuilt=False)
+
+
+def _apart(listed: Column, is_kept: Column, others: list[tuple[PageKey, int]]) -> Column:
+    """Entries that are kept; of the others key and sequence are added to a list."""
+    if is_kept.all():
+        return listed
+    for row in listed[~is_kept]:
+        others.append((PageKey(row["key"].tobytes()), int(row["sequence"])))
+    return listed[is_kept]
 
 
 def _with_one_empty(
@@ -158,7 +171,7 @@ def _from_segments(
         for segment in existing
         for extent in scan(files, segment, marker.store_id, marker.geometry)
     ]
-    epoch = 1 + max((max(e.generation >> 32, e.number >> 40) for e in extents), default=0)
+    epoch = 1 + max((max(e.generation >> 32, e.number >> EPOCH_SHIFT) for e in extents), default=0)
     generations: dict[int, int] = {}
     for extent in extents:
         generations[extent.segment] = max(extent.generation, generations.get(extent.segment, 0))
@@ -170,7 +183,10 @@ def _from_segments(
     catalog = Catalog(directory.catalog_path, marker.geometry.catalog_bytes)
     try:
         catalog.commit(
-            added=entries_from(kept), generations=generations, identity=(marker.store_id, epoch)
+            added=entries_from(kept).items(generations),
+            generations=generations,
+            counted_below=epoch << EPOCH_SHIFT,
+            identity=(marker.store_id, epoch),
         )
     except BaseException:
         catalog.close()

@@ -20,18 +20,21 @@ from tiered_kv.storage.disk.batch import Batch
 from tiered_kv.storage.disk.compaction import Compaction
 from tiered_kv.storage.disk.direct_io import probe_direct
 from tiered_kv.storage.disk.directory import SESSIONS, StoreDirectory, no_space
-from tiered_kv.storage.disk.entries import Entries
 from tiered_kv.storage.disk.geometry import Geometry
 from tiered_kv.storage.disk.log import SegmentLog
 from tiered_kv.storage.disk.parts import PageParts, PartedPage, pieces
 from tiered_kv.storage.disk.precedence import Precedence
 from tiered_kv.storage.disk.reader import PageReader
-from tiered_kv.storage.disk.records import Records, StoredPage
+from tiered_kv.storage.disk.records import NO_CHANGES, Records, StoredPage
 from tiered_kv.storage.disk.recovery import Recovered, recover
 from tiered_kv.storage.disk.segment import SegmentFiles
 
 _SMALL_PAGE_BYTES = 16 << 10
-_GROUP_PAGES = 1024  # committed at once, while the next are written: 3 ms, and a disk has its time
+# From so many pages and bytes on the catalog hears of a write ahead. Of 64 MiB in pages of 64 KiB
+# 4 ms of commit are left after the data instead of 7, in a store of 12,000 pages; of 256 KiB 0.6
+# instead of 1.9. 32 MiB: no difference; 16: 0.5 ms slower (virtio disk, 2026-11).
+_AHEAD_PAGES = 128
+_AHEAD_BYTES = 32 << 20
 _BYTE_BY_BYTE = (1,)
 _log = logging.getLogger(__name__)
 
@@ -129,6 +132,7 @@ class DiskTier(Tier):
         self._slots_lock = threading.Lock()
         self._write_lock = threading.Lock()
         self._written_user_bytes = 0
+        self._has_failed = False  # the last write
         self._is_closed = False
 
     @property
@@ -212,9 +216,10 @@ class DiskTier(Tier):
             self._records.forget(slots)
 
     def write(self, slots: Sequence[int], pages: Sequence[Page | PartedPage]) -> None:
-        """Store pages and wait until they are durable: data, fdatasync, then one catalog commit.
+        """Store pages and wait until they are durable: data, fdatasync, then a catalog commit.
 
-        A slot that held a page loses it, also when this raises. One write runs at a time.
+        All of them become so at once, or none does. A slot that held a page loses it, also when
+        this raises. One write runs at a time.
 
         Raises:
             TierIOError: the medium failed or is full (`errno`); the tier remains usable.
@@ -222,11 +227,17 @@ class DiskTier(Tier):
         """
         with self._write_lock:
             self._require_open()
-            self._validate_write(slots, pages)
+            batch = Batch.of(slots, pages, self.page_bytes)
+            self._validate_write(slots, batch)
+            if not slots:
+                return
             self._records.forget(slots)
+            self._make_ready(len(slots))
             try:
-                self._write_in_groups(slots, pages)
+                self._append(batch)
+                self._make_durable(batch)
             except BaseException as error:
+                self._has_failed = True
                 self._log.abandon()
                 self._records.forget(slots)
                 if isinstance(error, OSError) and not isinstance(error, TieredKVError):
@@ -234,46 +245,63 @@ class DiskTier(Tier):
                 raise
             self._written_user_bytes += len(slots) * self.page_bytes
 
-    def _write_in_groups(self, slots: Sequence[int], pages: Sequence[Page | PartedPage]) -> None:
-        """One group commit after another, each while the next group's data are being written."""
-        size = _GROUP_PAGES
-        before: Batch | None = None
-        for at in range(0, len(slots), size):
-            group = Batch.of(slots[at : at + size], pages[at : at + size], self.page_bytes)
-            self._append(group)
-            if before is not None:
-                self._make_durable(before)
-            before = group
-        if before is not None:
-            self._make_durable(before)
+    def _make_ready(self, pages: int) -> None:
+        """Commit what is better committed before a write than in the middle of it.
 
-    def _append(self, group: Batch) -> None:
+        After a failure: what the catalog was told ahead of it, before sequences above count.
+        """
+        if self._has_failed:
+            self._commit()
+            self._has_failed = False
+        self._compaction.make_ready(pages)
+
+    def _append(self, batch: Batch) -> None:
         done = 0
-        while done < len(group):
+        while done < len(batch):
             self._compaction.make_room()
-            done = self._log.append(group, done)
+            done = self._log.append(batch, done)
 
-    def _make_durable(self, group: Batch) -> None:
-        entries = self._records.written(group)
+    def _make_durable(self, batch: Batch) -> None:
+        """Commit a batch whose data are being written, once they are on the medium.
+
+        What is freed meanwhile, or after a failure in between, waits for the next commit.
+        """
+        entries = self._records.written(batch)
         if entries is None:
             raise OSError(errno.EIO, "a page came back damaged right after it was written")
-        self._commit(entries, when=lambda: self._log.sync(group))
-        self._records.publish(group.slots)
+        generations = self._log.generations
+        added = entries.items(generations)
+        unsaved = changes = self._records.unsaved()
+        if len(batch) >= _AHEAD_PAGES and len(batch) * self.page_bytes >= _AHEAD_BYTES:
+            added = self._catalog.prepare(
+                moved=changes.moved, deleted=changes.deleted, added=added, generations=generations
+            )
+            changes = NO_CHANGES
+        self._catalog.commit(
+            moved=changes.moved,
+            deleted=changes.deleted,
+            added=added,
+            generations=generations,
+            counted_below=self._log.next_sequence,
+            when=lambda: self._log.sync(batch),
+        )
+        self._records.publish(batch.slots)
+        self._records.saved(unsaved)
+        self._compaction.reuse(unsaved.empty)
 
-    def _validate_write(self, slots: Sequence[int], pages: Sequence[Page | PartedPage]) -> None:
-        if len(slots) != len(pages) or len(set(slots)) != len(slots):
+    def _validate_write(self, slots: Sequence[int], batch: Batch) -> None:
+        if len(slots) != len(batch) or len(set(slots)) != len(slots):
             raise ValueError(
-                f"{len(pages)} pages for slots {list(slots)}: one distinct slot a page"
+                f"{len(batch)} pages for slots {list(slots)}: one distinct slot a page"
             )
         with self._slots_lock:
             if not self._slots.are_taken(slots):
                 slot = next(slot for slot in slots if not self._slots.is_taken(slot))
                 raise ValueError(f"disk slot {slot} is not reserved")
         self._validate_buffers(
-            [page.parts if isinstance(page, PartedPage) else page.data for page in pages]
+            [page.parts if isinstance(page, PartedPage) else page.data for page in batch.pages]
         )
-        keys, parents = [page.key for page in pages], [page.parent for page in pages]
-        wrong = {*map(len, keys), *map(len, filter(None, parents))} - {KEY_BYTES}
+        wrong = {*map(len, batch.keys), *map(len, filter(None, batch.parents))} - {KEY_BYTES}
         if wrong:
             raise ValueError(f"a page key has {KEY_BYTES} bytes, not {min(wrong)}")
 
@@ -367,22 +395,14 @@ class DiskTier(Tier):
                 self._catalog.close()
                 self._directory.close()
 
-    def _commit(
-        self, added: Entries | None = None, when: Callable[[], None] = lambda: None
-    ) -> None:
-        unsaved = self._records.take_unsaved()
-        if added or unsaved.moved or unsaved.deleted:
-            try:
-                self._catalog.commit(
-                    moved=unsaved.moved,
-                    deleted=unsaved.deleted,
-                    added=added,
-                    generations=self._log.generations,
-                    when=when,
-                )
-            except BaseException:
-                self._records.return_unsaved(unsaved)
-                raise
+    def _commit(self) -> None:
+        """Make what was moved and freed durable in the catalog."""
+        unsaved = self._records.unsaved()
+        if unsaved.moved or unsaved.deleted:
+            self._catalog.commit(
+                moved=unsaved.moved, deleted=unsaved.deleted, generations=self._log.generations
+            )
+            self._records.saved(unsaved)
         self._compaction.reuse(unsaved.empty)
 
     def _require_open(self) -> None:

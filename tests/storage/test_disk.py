@@ -7,7 +7,6 @@ import fcntl
 import logging
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +29,6 @@ from tiered_kv.errors import CorruptPageError, StoreClosedError, TierIOError
 from tiered_kv.found import FIRST, LOST
 from tiered_kv.storage.base import Page
 from tiered_kv.storage.disk import DiskTier
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
-@pytest.fixture
-def tier(path: Path) -> Iterator[DiskTier]:
-    opened = open_tier(path)
-    yield opened
-    opened.close()
 
 
 @pytest.mark.parametrize("page_bytes", [1, 1000, 4096, 5000, 65536 + 512, 1 << 20])

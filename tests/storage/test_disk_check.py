@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -18,18 +17,6 @@ from tiered_kv.storage.disk import DiskTier
 from tiered_kv.storage.disk.extent import Record
 from tiered_kv.storage.disk.recovery import keep_within, leave_one_empty
 from tiered_kv.store import TieredStore
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
-@pytest.fixture
-def tier(path: Path) -> Iterator[DiskTier]:
-    opened = open_tier(path)
-    yield opened
-    opened.close()
 
 
 def test_check_reports_a_bad_page_once_and_fix_keeps_what_hangs_from_it(

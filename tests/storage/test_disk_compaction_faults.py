@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import os
 import random
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 from disk_rig import assert_holds, key_of, open_tier, page, put
 
 from tiered_kv.errors import TierIOError
+from tiered_kv.storage.base import Page
 from tiered_kv.storage.disk import DiskTier
 from tiered_kv.storage.disk.catalog import Catalog
 from tiered_kv.storage.disk.compaction import Compaction
@@ -27,11 +30,6 @@ FAILURES = 3  # one after the other
 
 def open_small(path: Path) -> DiskTier:
     return open_tier(path, page_bytes=PAGE_BYTES, capacity_bytes=1 << 20)
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "store"
 
 
 @pytest.fixture
@@ -257,14 +255,58 @@ def test_a_store_left_without_an_empty_segment_opens_and_gives_one_up(
     tier.close()
 
 
+@pytest.mark.parametrize("made", [2, 3, 5])
+def test_on_a_full_medium_the_segments_there_are_are_filled_again_and_again(
+    path: Path, monkeypatch: pytest.MonkeyPatch, made: int
+) -> None:
+    """All that had no file were first in line, and nothing was written any more."""
+    tier = open_small(path)
+    create, left = SegmentFiles.create, made
+
+    def limited(self: SegmentFiles, segment: int) -> None:
+        nonlocal left
+        if not left:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        left -= 1
+        create(self, segment)
+
+    monkeypatch.setattr(SegmentFiles, "create", limited)
+    kept: deque[tuple[int, Page]] = deque()  # few enough that segments empty, or can be compacted
+
+    def keep(number: int) -> None:
+        one = page(number, PAGE_BYTES)
+        (slot,) = put(tier, [one])
+        kept.append((slot, one))
+
+    for number in range(40 * made):
+        keep(number)
+        if len(kept) >= made:
+            tier.free([kept.popleft()[0]])
+    assert_holds(tier, [slot for slot, _ in kept], [one for _, one in kept])
+    assert tier.check().problems == []
+    with pytest.raises(TierIOError, match=os.strerror(errno.ENOSPC)):  # when all of them are full
+        deque(map(keep, range(10_000, 10_000 + 40 * made)), maxlen=0)
+    assert len(os.listdir(path / "segments")) == made
+    assert_holds(tier, [slot for slot, _ in kept], [one for _, one in kept])
+    tier.free([kept.popleft()[0] for _ in range(len(kept) - 1)])
+    left = 1
+    for number in range(20_000, 20_020):
+        tier.free(put(tier, [page(number, PAGE_BYTES)]))
+    assert_holds(tier, [kept[0][0]], [kept[0][1]])
+    tier.close()
+
+
 def test_a_rebuild_finds_what_was_written_after_a_write_that_failed(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = open_small(path)
-    number = 0
+    number, held = 0, []
     while len(tier._log.generations) < tier._geometry.segments:  # headers of long extents
-        tier.free(put(tier, [page(number + at, PAGE_BYTES) for at in range(5)]))
+        first, *others = put(tier, [page(number + at, PAGE_BYTES) for at in range(5)])
+        held.append(first)  # or it would go on in the files that there are
+        tier.free(others)
         number += 5
+    tier.free(held)
     put(tier, [page(number, PAGE_BYTES)])
     tier._log.fill_next()
     write = SegmentFiles.write

@@ -28,10 +28,10 @@ from tiered_kv.storage.disk import DiskTier
 from tiered_kv.storage.disk import tier as module
 from tiered_kv.storage.disk.catalog import Catalog
 
-module._GROUP_PAGES = 3  # a write is one to three commits
+module._AHEAD_PAGES, module._AHEAD_BYTES = 3, 0  # most writes: in two steps
 path, where, moment = sys.argv[1:4]
 wanted, page_bytes, capacity_bytes = map(int, sys.argv[4:])
-owner = Catalog if where == "commit" else os
+owner = os if hasattr(os, where) else Catalog
 real, calls = getattr(owner, where), 0
 
 def die():
@@ -125,6 +125,9 @@ def assert_clean(path: Path, acknowledged: set[PageKey]) -> None:
         ("commit", "before", 60),
         ("commit", "before", 101),
         ("commit", "after", 102),
+        ("prepare", "before", 41),
+        ("prepare", "after", 3),
+        ("prepare", "after", 42),
         ("posix_fallocate", "before", 1),
         ("posix_fallocate", "after", 2),
     ],
@@ -137,7 +140,13 @@ def test_killed_store_opens_clean(tmp_path: Path, where: str, moment: str, nth: 
 
 def test_store_killed_again_and_again_keeps_what_it_acknowledged(tmp_path: Path) -> None:
     path = tmp_path / "store"
-    deaths = (("pwritev", "half", 40), ("commit", "before", 60), ("pwritev", "after", 70))
+    deaths = (
+        ("pwritev", "half", 40),
+        ("prepare", "after", 9),
+        ("commit", "before", 60),
+        ("prepare", "after", 8),
+        ("pwritev", "after", 70),
+    )
     for where, moment, nth in deaths:
         assert_clean(path, run_until_killed(path, where, moment, nth))
 

@@ -7,11 +7,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
-from disk_rig import PAGE_BYTES, assert_holds, buffers, chain, open_tier, put
+from disk_rig import PAGE_BYTES, assert_holds, buffers, chain, put
 
 from tiered_kv.storage.disk import DiskTier
 from tiered_kv.storage.disk.precedence import Precedence
@@ -134,11 +133,6 @@ def join(thread: threading.Thread) -> None:
     assert not thread.is_alive()
 
 
-@pytest.fixture
-def tier(tmp_path: Path) -> DiskTier:
-    return open_tier(tmp_path / "store")
-
-
 def test_a_write_waits_for_a_read_that_is_under_way(
     tier: DiskTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,7 +151,6 @@ def test_a_write_waits_for_a_read_that_is_under_way(
     join(writing)
     assert held.calls == ["read", "write"]
     assert_holds(tier, slots + more, first + second)
-    tier.close()
 
 
 def test_compaction_waits_for_a_read_that_is_under_way(
@@ -182,7 +175,6 @@ def test_compaction_waits_for_a_read_that_is_under_way(
     assert "write" in held.calls and held.calls[0] == "read"
     assert tier.check().is_clean
     assert_holds(tier, slots, pages)
-    tier.close()
 
 
 def test_a_read_that_fails_lets_writes_go_on(
@@ -200,4 +192,3 @@ def test_a_read_that_fails_lets_writes_go_on(
         tier.read(slots, buffers(4, 4096))
     put(tier, chain(range(10, 14)))
     assert tier._precedence.held_chunks == 0
-    tier.close()

@@ -1,20 +1,14 @@
-"""What is written together is read back in long runs, and committed in groups."""
+"""What is written together is read back in long runs."""
 
 from __future__ import annotations
 
-import errno
-import os
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from disk_rig import (
     assert_holds,
-    buffers,
-    chain,
     key_of,
     open_tier,
     put,
@@ -23,12 +17,9 @@ from disk_rig import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-import tiered_kv.storage.disk.tier
 from tiered_kv.config import StoreConfig
-from tiered_kv.errors import TierIOError
 from tiered_kv.layout import KVLayout
 from tiered_kv.storage.base import Page
-from tiered_kv.storage.disk.catalog import Catalog
 from tiered_kv.storage.disk.runs import MIN_RUN_BYTES, RUN_BYTES, plan_runs, run_bytes
 from tiered_kv.storage.disk.segment import SegmentFiles
 from tiered_kv.store import TieredStore
@@ -138,122 +129,3 @@ def test_runs_hold_every_page_once_and_are_no_longer_than_allowed(
 )
 def test_a_read_is_shared_among_the_threads(total: int, wanted: int) -> None:
     assert run_bytes(total, 4) == wanted
-
-
-# -- group commits -------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two pages a commit."""
-    monkeypatch.setattr(tiered_kv.storage.disk.tier, "_GROUP_PAGES", 2)
-
-
-@pytest.mark.usefixtures("pairs")
-def test_a_group_is_committed_after_its_data_and_in_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tier = open_tier(tmp_path / "store")
-    events: list[str] = []
-    real_write, real_sync, real_commit = os.pwritev, os.fdatasync, Catalog.commit
-
-    def commit(self: Catalog, **arguments: Any) -> None:
-        when = arguments.pop("when")
-        first = arguments["added"].keys[0]
-
-        def allowed() -> None:
-            when()
-            events.append(f"commit {numbers[first]}")
-
-        real_commit(self, when=allowed, **arguments)
-
-    def noted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            done = real(*arguments)
-            events.append(name)
-            return done
-
-        return call
-
-    pages = chain(range(6))
-    numbers = {page.key: number for number, page in enumerate(pages)}
-    monkeypatch.setattr(os, "pwritev", noted("write", real_write))
-    monkeypatch.setattr(os, "fdatasync", noted("sync", real_sync))
-    monkeypatch.setattr(Catalog, "commit", commit)
-    slots = put(tier, pages)
-    monkeypatch.undo()
-    commits = [at for at, event in enumerate(events) if event.startswith("commit")]
-    assert [events[at] for at in commits] == ["commit 0", "commit 2", "commit 4"]
-    for number, at in enumerate(commits, 1):
-        assert events[:at].count("write") >= number
-        assert "sync" in events[([0, *commits][number - 1]) : at], "synced since the one before"
-    assert_holds(tier, slots, pages)
-    tier.close()
-
-
-@pytest.mark.usefixtures("pairs")
-@pytest.mark.parametrize("call", ["pwritev", "fdatasync", "commit"])
-@pytest.mark.parametrize("nth", [1, 2, 3])
-def test_when_a_later_group_fails_no_page_of_the_write_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, nth: int
-) -> None:
-    tier = open_tier(tmp_path / "store")
-    before = chain(range(100, 103))
-    kept = put(tier, before)
-    owner: Any = Catalog if call == "commit" else os
-    real, calls = getattr(owner, call), []
-
-    def failing(*arguments: Any, **named: Any) -> Any:
-        calls.append(call)
-        if len(calls) == nth:
-            raise OSError(errno.EIO, "broken")
-        return real(*arguments, **named)
-
-    slots = tier.reserve(6)
-    assert slots is not None
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, call, failing)
-        with pytest.raises(TierIOError, match="writing 6 pages failed"):
-            tier.write(slots, chain(range(6)))
-    outcomes = tier.read(slots, buffers(6))
-    assert all(isinstance(outcome, TierIOError) for outcome in outcomes)
-    assert tier.check().is_clean
-    tier.write(slots, chain(range(6)))  # it remains usable
-    tier.write(slots[:3], chain(range(20, 23)))
-    tier.free(slots[3:])
-    tier.close()
-    tier = open_tier(tmp_path / "store")
-    found = {page.key: page.slot for page in tier.pages()}
-    assert set(found) == {page.key for page in before} | {key_of(n) for n in range(20, 23)}
-    assert_holds(tier, [found[page.key] for page in before], before)
-    assert len(kept) == 3
-    tier.close()
-
-
-@pytest.mark.usefixtures("pairs")
-def test_groups_and_compaction_together_lose_nothing(tmp_path: Path) -> None:
-    """A page committed with an earlier group may be moved before the write that brought it ends."""
-    tier = open_tier(tmp_path / "store")
-    rng = np.random.default_rng(0)
-    held: dict[int, Any] = {}
-    number = 0
-    while number < 6 * tier.capacity_pages:
-        count = int(rng.integers(7, 40))
-        while (slots := tier.reserve(count)) is None:
-            gone = rng.permutation(sorted(held))[:20].tolist()
-            tier.free(gone)
-            for slot in gone:
-                del held[slot]
-        pages = chain(range(number, number + count))
-        number += count
-        tier.write(slots, pages)
-        held.update(zip(slots, pages, strict=True))
-    assert tier.write_amplification > 1.2, "nothing was compacted"
-    assert_holds(tier, list(held), list(held.values()))
-    assert tier.check().is_clean
-    tier.close()
-    tier = open_tier(tmp_path / "store")
-    found = {page.key: page.slot for page in tier.pages()}
-    assert set(found) == {page.key for page in held.values()}
-    assert_holds(tier, [found[page.key] for page in held.values()], list(held.values()))
-    tier.close()

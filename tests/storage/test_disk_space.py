@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import tiered_kv.storage.disk.tier
 from tiered_kv.errors import ConfigError
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.base import Page
@@ -25,6 +27,16 @@ from tiered_kv.storage.disk.geometry import (
 
 PAGE_BYTES = 4096
 CAPACITY_BYTES = 896 << 10
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ahead() -> Iterator[None]:
+    """Half of the writes here are told to the catalog in two steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiered_kv.storage.disk.tier, "_AHEAD_PAGES", 4)
+        patch.setattr(tiered_kv.storage.disk.tier, "_AHEAD_BYTES", 0)
+        yield
+
 
 _STEPS = st.one_of(
     st.tuples(st.just("write"), st.integers(1, 40)),
