@@ -78,7 +78,8 @@ class SegmentLog:
         self._jobs: list[Future[None]] = []
         self._own = threading.local()
         self._syncing = ThreadPoolExecutor(_WRITE_THREADS, thread_name_prefix="tiered-kv-disk-sync")
-        self._pool = ThreadPoolExecutor(_WRITE_THREADS, thread_name_prefix="tiered-kv-disk-write")
+        self._pool = _writers()
+        self._retired: list[ThreadPoolExecutor] = []  # that may still write what has failed
 
     def places(self) -> int:
         """Pages that the next extent can take, without filling another segment."""
@@ -225,16 +226,25 @@ class SegmentLog:
         self._durable_below = batch.durable_below
 
     def abandon(self) -> None:
-        """After a failure: wait for what was begun, whatever became of it, and seal.
+        """After a failure: seal, and wait for what was begun, whatever became of it.
 
         What failed may have left a hole that shows a header of an older generation, whose length
         would hide from a rebuild what is written behind it: so nothing is.
         """
-        wait(self._jobs)
-        self._jobs.clear()
         self.seal()
         known = {*self.free, *self.sealed}  # an interrupt may have come between one and the other
         self.sealed += [s for s in range(self._geometry.segments) if s not in known]
+        self._records.mend_counts()
+        self._jobs.clear()
+        self._retired.append(self._pool)  # it may have a job that an interrupt kept from `_jobs`
+        self._pool = _writers()
+        self.settle()
+
+    def settle(self) -> None:
+        """Block until nothing that has failed is written any more: an interrupt may cut it off."""
+        while self._retired:
+            self._retired[-1].shutdown(wait=True)
+            self._retired.pop()
 
     def write_copy(self, place: Place, rows: Column, buffer: PageBuffer) -> None:
         """Write an extent from an aligned buffer that has its payloads behind room for a header."""
@@ -243,6 +253,7 @@ class SegmentLog:
 
     def close(self) -> None:
         """Stop the writing threads."""
+        self.settle()
         self._pool.shutdown(wait=True)
         self._syncing.shutdown(wait=True)
 
@@ -307,3 +318,7 @@ class SegmentLog:
             buffer = aligned_buffer(n_bytes)
             setattr(self._own, name, buffer)
         return buffer
+
+
+def _writers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_WRITE_THREADS, thread_name_prefix="tiered-kv-disk-write")

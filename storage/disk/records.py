@@ -89,8 +89,8 @@ class Records:
         self._state = column(len(found.sequence), "u1")
         self._state[: len(found)] = STORED
         self._readers = [0] * segments
-        self._live_pages = [0] * segments
-        self._live_pages = self._count_live()
+        self._live_pages = column(segments, "i8")
+        self._live_pages[:] = self._count_live()
         self._unsaved = Unsaved([], [])
         self._is_closed = False
 
@@ -131,9 +131,9 @@ class Records:
             if len(held):  # noted first: a signal leaves no entry that nobody would drop
                 sequences = rows.sequence[held].tolist()
                 self._unsaved.deleted.extend(zip(rows.keys(held), sequences, strict=True))
-            self._state[wanted] = state
-            for segment, count in _counted(rows.segment[held]) if len(held) else ():
-                self._live_pages[segment] -= count
+            gone = np.bincount(rows.segment[held], minlength=len(self._live_pages))
+            self._state[wanted] = state  # with the next line one step: no signal between
+            self._live_pages -= gone
 
     def move(self, slot: int, to: Record) -> None:
         """This record lies elsewhere now; ignored if the slot holds another record by now."""
@@ -151,7 +151,7 @@ class Records:
         """The changes to commit; `saved` is to be told once they are. Twice is harmless."""
         with self._changed:
             moved, deleted = self._unsaved.moved, self._unsaved.deleted
-            empty = [segment for segment, live in enumerate(self._live_pages) if not live]
+            empty: list[int] = np.flatnonzero(self._live_pages == 0).tolist()
             return Unsaved(list(moved), list(deleted), empty)
 
     def saved(self, changes: Unsaved) -> None:
@@ -273,12 +273,17 @@ class Records:
     def live_pages(self, segment: int) -> int:
         """Records a segment holds that are still wanted."""
         with self._changed:
-            return self._live_pages[segment]
+            return int(self._live_pages[segment])
+
+    def mend_counts(self) -> None:
+        """Count anew what a segment holds: a signal may have cut a move in two."""
+        with self._changed:
+            self._live_pages[:] = self._count_live()
 
     def recount(self) -> tuple[list[int], list[int]]:
         """Live pages by segment as counted on the way, and as the table says; must be equal."""
         with self._changed:
-            return list(self._live_pages), self._count_live()
+            return self._live_pages.tolist(), self._count_live()
 
     def _stored_slots(self) -> Column:
         return np.flatnonzero(self._state[: len(self._rows)] == STORED).astype(np.int32)

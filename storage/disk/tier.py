@@ -219,7 +219,8 @@ class DiskTier(Tier):
         """Store pages and wait until they are durable: data, fdatasync, then a catalog commit.
 
         All of them become so at once, or none does. A slot that held a page loses it, also when
-        this raises. One write runs at a time.
+        this raises. One write runs at a time. A key is in one slot: free the one that has it before
+        it is written to another.
 
         Raises:
             TierIOError: the medium failed or is full (`errno`); the tier remains usable.
@@ -238,8 +239,8 @@ class DiskTier(Tier):
                 self._make_durable(batch)
             except BaseException as error:
                 self._has_failed = True
+                self._records.forget(slots)  # first: what the catalog was told ahead must not count
                 self._log.abandon()
-                self._records.forget(slots)
                 if isinstance(error, OSError) and not isinstance(error, TieredKVError):
                     raise _failure(f"writing {len(slots)} pages", error) from error
                 raise
@@ -251,6 +252,7 @@ class DiskTier(Tier):
         After a failure: what the catalog was told ahead of it, before sequences above count.
         """
         if self._has_failed:
+            self._log.settle()
             self._commit()
             self._has_failed = False
         self._compaction.make_ready(pages)
@@ -370,6 +372,7 @@ class DiskTier(Tier):
                     f"{usage} bytes on disk of {self.capacity_bytes} allowed"
                 )
             if fix:
+                self._log.retry_creating()
                 try:
                     audit.fix(self._compaction.compact, self._commit)
                 except OSError as error:

@@ -1,0 +1,152 @@
+"""Ctrl-C anywhere in a write or a check: nothing is lost but the write, and the tier goes on."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from disk_rig import assert_holds, chain, open_tier, put
+
+import tiered_kv.storage.disk.tier
+from tiered_kv.storage.disk import DiskTier
+from tiered_kv.storage.disk.log import SegmentLog
+from tiered_kv.storage.disk.segment import SegmentFiles
+
+SAMPLES = 80
+PATIENCE_S = 30
+
+
+@pytest.fixture(autouse=True)
+def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three pages are told to the catalog ahead."""
+    monkeypatch.setattr(tiered_kv.storage.disk.tier, "_AHEAD_PAGES", 3)
+    monkeypatch.setattr(tiered_kv.storage.disk.tier, "_AHEAD_BYTES", 0)
+
+
+def interrupted(work: Callable[[], object], at: int) -> int:
+    """Do it, with a KeyboardInterrupt at the end of so manieth call in the disk tier's code.
+
+    Returns how many calls ended: fewer than `at` if it was through before.
+    """
+    ended = 0
+
+    def look(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal ended
+        if event in ("return", "c_return") and "/storage/disk/" in frame.f_code.co_filename:
+            ended += 1
+            if ended == at:
+                raise KeyboardInterrupt
+
+    sys.setprofile(look)
+    try:
+        work()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.setprofile(None)
+    return ended
+
+
+def assert_whole(tier: DiskTier) -> None:
+    """Every segment is in one place, and counted right."""
+    log = tier._log
+    known = [*log.free, *log.sealed, *([] if log._filling is None else [log._filling])]
+    assert sorted(known) == list(range(tier._geometry.segments))
+    counted, live = tier._records.recount()
+    assert counted == live
+
+
+@pytest.mark.parametrize("what", ["write", "check"])
+def test_an_interrupt_at_any_call_costs_no_segment_and_no_page_but_the_write(
+    path: Path, what: str
+) -> None:
+    tier = open_tier(path, capacity_bytes=2 << 20)
+    slots = put(tier, chain(range(tier.capacity_pages)))
+    number = 1000
+
+    def write() -> None:
+        tier.write(slots, chain(range(number, number + len(slots))))
+
+    def check() -> None:
+        tier.check()
+
+    work = write if what == "write" else check
+    calls = interrupted(work, 0)
+    for sample in range(SAMPLES):
+        number += 1000
+        write()  # all segments are emptied by the next
+        tier.free(slots[:3]) if what == "check" else None
+        interrupted(work, 1 + calls * sample // SAMPLES)
+        assert_whole(tier)
+        if what == "check":
+            taken = tier.reserve(3)
+            assert taken is not None and sorted(taken) == sorted(slots[:3])
+    number += 1000
+    write()
+    assert_holds(tier, slots, chain(range(number, number + len(slots))))
+    assert tier.check().problems == []
+    tier.close()
+    tier = open_tier(path, capacity_bytes=2 << 20)
+    assert tier.recovered_pages == len(slots) and tier.check().problems == []
+    tier.close()
+
+
+def test_two_interrupts_leave_no_page_that_counts_later(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One in the sync, one while the writes under way are waited for."""
+    tier = open_tier(path)
+    before = chain(range(5))
+    kept = put(tier, before)
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    failed = tier.reserve(10)
+    assert failed is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(SegmentLog, "sync", stop)
+        patch.setattr(SegmentLog, "settle", stop)
+        with pytest.raises(KeyboardInterrupt):
+            tier.write(failed, chain(range(100, 110)))
+    after = chain(range(200, 205))
+    kept += put(tier, after)
+    assert tier.check().problems == []
+    assert tier._catalog.entries == 10
+    assert_holds(tier, kept, before + after)
+    assert_whole(tier)
+    tier.close()
+
+
+def test_a_job_that_an_interrupt_has_orphaned_is_waited_for(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its segment could be filled again before its bytes come, which would lie on others."""
+    tier = open_tier(path)
+    go, done = threading.Event(), threading.Event()
+    write, submit = SegmentFiles.write, tier._log._pool.submit
+
+    def slow(*arguments: Any) -> None:
+        assert go.wait(PATIENCE_S)
+        write(*arguments)
+        done.set()
+
+    def interrupted_after(*arguments: Any) -> None:
+        submit(*arguments)
+        threading.Timer(0.05, go.set).start()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SegmentFiles, "write", slow)
+    monkeypatch.setattr(tier._log._pool, "submit", interrupted_after)
+    with pytest.raises(KeyboardInterrupt):
+        put(tier, chain(range(4)))
+    assert done.is_set()
+    monkeypatch.undo()
+    pages = chain(range(10, 14))
+    assert_holds(tier, put(tier, pages), pages)
+    tier.close()
