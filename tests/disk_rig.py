@@ -16,6 +16,7 @@ from tiered_kv.storage.disk.direct_io import aligned_buffer
 
 PAGE_BYTES = 16384
 CAPACITY_BYTES = 4 << 20
+AHEAD = 3
 FINGERPRINT = "layout-a"
 
 

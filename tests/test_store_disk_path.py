@@ -81,7 +81,7 @@ def test_loads_at_once_share_the_time_they_take(
 def test_a_flush_to_a_failing_disk_ends_with_its_first_batch(
     open_store: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiered_kv.store, "_FLUSH_BYTES", PAGE_BYTES)
+    monkeypatch.setattr(tiered_kv.store, "WRITE_BATCH_BYTES", PAGE_BYTES)
     store = open_store()
     for first in range(1, 6):
         put_pages(store, chain(store, 1, first))

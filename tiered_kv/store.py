@@ -33,8 +33,6 @@ from tiered_kv.storage.host import HostTier
 from tiered_kv.streams import caller_event
 from tiered_kv.transfer import Transfer
 
-_FLUSH_BYTES = WRITE_BATCH_BYTES
-
 
 class PageState(Enum):
     """What a match found."""
@@ -349,7 +347,7 @@ class TieredStore:
     def _flush(self) -> int:
         with self._lock:
             dirty = self._planner.dirty_pages()
-        pages = _FLUSH_BYTES // self.layout.page_bytes
+        pages = WRITE_BATCH_BYTES // self.layout.page_bytes
         batch = max(1, min(pages, self._host.capacity_pages // 2))  # they cannot leave meanwhile
         written = 0
         for at in range(0, len(dirty), batch):

@@ -58,7 +58,6 @@ class Compaction:
         That is a commit: 1 to 2 ms when the medium is idle. In mid-write it is 14, behind the data
         that are queued, and nothing more is queued meanwhile (virtio disk, 2026-11).
         """
-        self._log.retry_creating()
         if self._log.places_left() < pages and self._emptied():
             self._commit()
 

@@ -32,7 +32,7 @@ from tiered_kv.storage.disk.segment import SegmentFiles
 EXTENT_BYTES = 8 << 20
 _FIRST_BYTES = 1 << 20  # of a write that finds the medium idle: it begins 1 ms earlier, of 35
 # Pages of 64 KiB: 1.89 GB/s; with 3 it is 1.66, one being late for want of the interpreter (same).
-_WRITE_THREADS = 4
+WRITE_THREADS = 4
 
 
 class SegmentLog:
@@ -77,7 +77,7 @@ class SegmentLog:
         self._tail_bytes = 0
         self._jobs: list[Future[None]] = []
         self._own = threading.local()
-        self._syncing = ThreadPoolExecutor(_WRITE_THREADS, thread_name_prefix="tiered-kv-disk-sync")
+        self._syncing = ThreadPoolExecutor(WRITE_THREADS, thread_name_prefix="tiered-kv-disk-sync")
         self._pool = _writers()
         self._retired: list[ThreadPoolExecutor] = []  # that may still write what has failed
 
@@ -191,7 +191,7 @@ class SegmentLog:
         job = self._pool.submit(self._write_pages, pages, rows[first:upto], places, begun)
         batch.chunks.append((places[0].segment, job))
         self._jobs.append(job)
-        if len(self._jobs) <= _WRITE_THREADS:  # a thread is free, and needs the interpreter's lock:
+        if len(self._jobs) <= WRITE_THREADS:  # a thread is free, and needs the interpreter's lock:
             begun.wait()  # hashing on, we would keep it from that for 5 ms
         return upto
 
@@ -321,4 +321,4 @@ class SegmentLog:
 
 
 def _writers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_WRITE_THREADS, thread_name_prefix="tiered-kv-disk-write")
+    return ThreadPoolExecutor(WRITE_THREADS, thread_name_prefix="tiered-kv-disk-write")

@@ -255,6 +255,7 @@ class DiskTier(Tier):
             self._log.settle()
             self._commit()
             self._has_failed = False
+        self._log.retry_creating()
         self._compaction.make_ready(pages)
 
     def _append(self, batch: Batch) -> None:

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from disk_rig import open_tier
+from disk_rig import AHEAD, open_tier
 
+import tiered_kv.storage.disk.tier
 from tiered_kv.storage.disk import DiskTier
 
 
@@ -23,3 +24,10 @@ def tier(path: Path) -> Iterator[DiskTier]:
     opened = open_tier(path)
     yield opened
     opened.close()
+
+
+@pytest.fixture
+def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`AHEAD` pages are told to the catalog ahead."""
+    monkeypatch.setattr(tiered_kv.storage.disk.tier, "_AHEAD_PAGES", AHEAD)
+    monkeypatch.setattr(tiered_kv.storage.disk.tier, "_AHEAD_BYTES", 0)

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from disk_rig import assert_holds, chain, open_tier, put
 
-import tiered_kv.storage.disk.tier
 from tiered_kv.storage.disk import DiskTier
 from tiered_kv.storage.disk.log import SegmentLog
 from tiered_kv.storage.disk.segment import SegmentFiles
@@ -20,12 +19,7 @@ from tiered_kv.storage.disk.segment import SegmentFiles
 SAMPLES = 80
 PATIENCE_S = 30
 
-
-@pytest.fixture(autouse=True)
-def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three pages are told to the catalog ahead."""
-    monkeypatch.setattr(tiered_kv.storage.disk.tier, "_AHEAD_PAGES", 3)
-    monkeypatch.setattr(tiered_kv.storage.disk.tier, "_AHEAD_BYTES", 0)
+pytestmark = pytest.mark.usefixtures("ahead")
 
 
 def interrupted(work: Callable[[], object], at: int) -> int:

@@ -15,12 +15,11 @@ from pathlib import Path
 import numpy as np
 
 from tiered_kv.storage.disk.direct_io import probe_direct
-from tiered_kv.storage.disk.log import EXTENT_BYTES
+from tiered_kv.storage.disk.log import EXTENT_BYTES, WRITE_THREADS
 from tiered_kv.storage.disk.runs import RUN_BYTES
 from tiered_kv.storage.slab import Slab, align_up
 
 _SEED = 9
-WRITE_THREADS = 4  # as many as the store's log has
 
 
 def has_direct_io(directory: Path) -> bool:

@@ -260,8 +260,10 @@ class LeafFirst(Policy):
     def _run(self, page: int, n: int, extra: list[int], guard: Guard) -> list[int]:
         """Up to n pages above one that go next, before all that stand in the heap or `extra`."""
         run = self._tree.line(page, n)
-        for entry in (*self._heap[:1], *extra[:1]):
-            ranks, rank = self.ranks(run), entry >> 32
-            run = run[: leading((ranks < rank) | ((ranks == rank) & (run < entry & _PAGE)))]
+        others = [*self._heap[:1], *extra[:1]]
+        if others:
+            first = min(others)
+            ranks, rank = self.ranks(run), first >> 32
+            run = run[: leading((ranks < rank) | ((ranks == rank) & (run < first & _PAGE)))]
         going: list[int] = run[: guard.lets_go(run)].tolist()
         return going
