@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from plan_rig import PlannerRig, chain
 
 from tiered_kv.columns import Array
-from tiered_kv.found import FIRST, LOST, FoundPages, StoredPage, beginnings_of, parent_rows, ranks
+from tiered_kv.found import FIRST, LOST, FoundPages, KeyOrder, StoredPage, parent_rows, ranks
 from tiered_kv.index import Index
 from tiered_kv.keys import PageKey
 from tiered_kv.plan import DISK, HOST
@@ -32,7 +32,7 @@ def found_in(keys: list[PageKey], parents: list[PageKey | None]) -> list[int]:
     hangs = np.array([parent is not None for parent in parents], np.bool_)
     wanted = rows([parent or PageKey(bytes(32)) for parent in parents])
     known = rows(keys)
-    return [int(row) for row in parent_rows(known, beginnings_of(known), wanted, hangs)]
+    return [int(row) for row in parent_rows(known, KeyOrder.of(known), wanted, hangs)]
 
 
 # -- parents ---------------------------------------------------------------------------------------
@@ -80,7 +80,26 @@ def test_ranks_order_as_the_sequences_do(far: int) -> None:
     assert np.argsort(found).tolist() == np.argsort(numbers).tolist()
     assert found.min() == 0 and found.max() < 1 << 30
     assert len(set(found.tolist())) == len(numbers)
+    assert ranks(np.array(sorted(numbers), np.uint64)).tolist() == list(range(len(numbers)))
     assert ranks(np.empty(0, np.uint64)).tolist() == []
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@given(
+    beginnings=st.lists(
+        st.integers(0, 9) | st.integers(2**64 - 9, 2**64 - 1) | st.integers(0, 2**64 - 1),
+        max_size=70,
+    )
+)
+def test_the_order_of_keys_is_that_of_their_beginnings(beginnings: list[int]) -> None:
+    """Also of those that differ in the lowest bits alone, or in none."""
+    keys = [key_beginning(beginning, at) for at, beginning in enumerate(beginnings)]
+    order = KeyOrder.of(rows(keys))
+    assert order.beginnings.tolist() == sorted(beginnings)
+    assert [beginnings[row] for row in order.rows.tolist()] == sorted(beginnings)
+    assert sorted(order.rows.tolist()) == list(range(len(keys)))
+    alike = [at for at in range(1, len(keys)) if order.beginnings[at] == order.beginnings[at - 1]]
+    assert order.alike().tolist() == alike
 
 
 # -- orphans ---------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from tiered_kv.found import FoundPages, StoredPage, beginnings_of, in_order
+from tiered_kv.found import FoundPages, KeyOrder, StoredPage
 from tiered_kv.index import Index
 from tiered_kv.keys import PageKey
 from tiered_kv.page_ids import PageIds
@@ -21,14 +21,19 @@ def key(number: int) -> PageKey:
 
 
 def chains(pages: int, length: int, source: Random) -> list[StoredPage]:
-    """Conversations, in the order of their keys."""
+    """Conversations, in no order."""
     numbers = source.sample(range(3 * pages), pages)
     parents = [number if at % length else None for at, number in enumerate([0, *numbers[:-1]])]
     listed = [
         StoredPage(key(number), None if above is None else key(above), slot)
         for slot, (number, above) in enumerate(zip(numbers, parents, strict=True))
     ]
-    return sorted(listed)
+    source.shuffle(listed)
+    return listed
+
+
+def order_of(keys: list[PageKey]) -> KeyOrder:
+    return KeyOrder.of(np.frombuffer(b"".join(keys), "V32"))
 
 
 def restored(found: FoundPages) -> Index:
@@ -44,9 +49,8 @@ class Both:
         self.source = Random(seed)
         pages = chains(300, 6, self.source)
         found = FoundPages.of(pages)
-        assert found.beginnings is not None
         self.sleepy = restored(found)
-        self.awake = restored(replace(found, keys=[*found.keys], beginnings=None))
+        self.awake = restored(replace(found, keys=[*found.keys], order=None))
         assert self.sleepy._ids.sleeps and not self.awake._ids.sleeps
         self.slots = iter(range(300, 10**6))
 
@@ -113,10 +117,11 @@ def test_pages_that_sleep_differ_from_others_in_nothing(seed: int) -> None:
 @pytest.mark.parametrize("at_once", [1, 200])
 def test_what_is_asked_for_wakes_and_one_more_for_what_is_unknown(at_once: int) -> None:
     """Few keys are looked for one by one, many in columns. No key is kept twice."""
-    keys = sorted(key(number) for number in range(0, 6000, 3))
+    keys = [key(number) for number in range(0, 6000, 3)]
+    Random(1).shuffle(keys)
     ids = PageIds()
     known: list[PageKey | None] = [*keys]
-    ids.restore(known, in_order(beginnings_of(np.frombuffer(b"".join(keys), "V32"))))
+    ids.restore(known, order_of(keys))
     assert ids.sleeps and not ids
     asked = [PageKey(bytes(bytearray(k))) for k in Random(0).sample(keys[1000:], 400)]
     for at in range(0, 400, at_once):
@@ -135,7 +140,7 @@ def test_a_key_that_is_last_or_beyond_is_found_or_not() -> None:
     keys = [key(0), key(3), PageKey(b"\xff" * 32)]
     for asked in (keys, [*keys, *([PageKey(b"\xff" * 31 + b"\xfe")] * 40)]):
         ids = PageIds()
-        ids.restore([*keys], in_order(beginnings_of(np.frombuffer(b"".join(keys), "V32"))))
+        ids.restore([*keys], order_of(keys))
         ids.rouse(asked[2:])
         assert ids[keys[2]] == 2
         assert asked[-1] in keys or asked[-1] not in ids

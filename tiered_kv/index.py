@@ -234,7 +234,7 @@ class Index(Nodes):
         if not count:
             return
         self._keys = found.keys  # type: ignore[assignment]  # none is None yet
-        self._ids.restore(self._keys, found.beginnings)
+        self._ids.restore(self._keys, found.order)
         self.grow(max(FIRST_PAGES, 2 * count))
         array_of(self.parent_of)[:count] = found.parent
         array_of(self.last_use_of)[:count] = found.rank + 1

@@ -118,20 +118,20 @@ class Audit:
 
     def catalog(self, catalog: Catalog) -> None:
         """Every stored page must be found through the catalog, at the place we know."""
-        slots = {page.key: page.slot for page in self.records.pages()}  # the newest of a key
+        pages = {page.sequence: page for page in self.records.pages()}
         try:
             for record, generation in catalog.records():
-                slot = slots.pop(record.key, None)
-                if slot is None:
+                page = pages.pop(record.sequence, None)
+                if page is None:
                     name = record.key.hex()[:8]
                     self._report(record.key, f"page {name}: only the catalog knows it")
-                elif (record, generation) != self._place(slot):
-                    self._report_unlisted(record.key)
+                elif (record, generation) != self._place(page.slot):
+                    self._report_unlisted(page.key)
         except CatalogDamagedError as error:
             self.report.problems.append(str(error))
             return
-        for key in slots:
-            self._report_unlisted(key)
+        for page in pages.values():
+            self._report_unlisted(page.key)
 
     def _place(self, slot: int) -> tuple[Record | None, int]:
         record = self.records.record(slot)

@@ -17,22 +17,32 @@ import numpy as np
 import xxhash
 
 from tiered_kv.errors import ConfigError, TieredKVError, TierIOError
-from tiered_kv.keys import KEY_BYTES, PageKey
+from tiered_kv.keys import PageKey
 from tiered_kv.storage.disk.columns import Column
-from tiered_kv.storage.disk.entries import ENTRY, LISTED, Item, entries_from
+from tiered_kv.storage.disk.entries import (
+    ENTRY,
+    LISTED,
+    SEAL_BYTES,
+    SEQUENCE_BYTES,
+    Item,
+    entries_from,
+    sequences_of,
+)
 from tiered_kv.storage.disk.extent import EPOCH_SHIFT, HAS_PARENT, Record
 from tiered_kv.storage.disk.leaves import BrokenLeavesError, read_rows
 
-# parent, payload checksum, sequence, generation, offset, stored bytes, segment, codec, flags
-_ENTRY = struct.Struct("<32s16sQQQQIHH")
-_SEQUENCE_AT = 48
-_SEAL = struct.Struct("<Q")  # xxh3-64 of key and entry
-assert _ENTRY.size + _SEAL.size == ENTRY.itemsize
+# key, parent, payload checksum, generation, offset, stored bytes, segment, codec, flags
+_ENTRY = struct.Struct("<32s32s16sQQQIHH")
+_SEAL = struct.Struct("<Q")  # xxh3-64 of sequence and entry
+assert _ENTRY.size + _SEAL.size == ENTRY.itemsize and _SEAL.size == SEAL_BYTES
+_SEQUENCE = struct.Struct(">Q")
 _SEGMENT = struct.Struct(">I")
 _NUMBER = struct.Struct("<Q")
 _ANY = (1 << 64) - 1
+_ENTRIES = b"entries"  # of format 1: "pages", by key
 _BATCH_ENTRIES = 512  # more pairs alive than 700, and the collector goes over all there is
-_SEALED = np.dtype([("bytes", f"V{KEY_BYTES + _ENTRY.size}"), ("seal", "<u8")])
+_CHANGES_AT_ONCE = 16  # in a catalog that is nearly full: twice as many leaves, three times over
+_SEALED = np.dtype([("bytes", f"V{SEQUENCE_BYTES + _ENTRY.size}"), ("seal", "<u8")])
 assert _SEALED.itemsize == LISTED.itemsize
 
 
@@ -51,7 +61,10 @@ class CatalogDamagedError(TieredKVError):
 
 
 class Catalog:
-    """Key -> record, segment -> generation, and an epoch that counts openings.
+    """Sequence -> record, segment -> generation, and an epoch that counts openings.
+
+    In order of sequence, not of key: what is written together lies together, and is mostly dropped
+    together. By key, which is a hash, every record would lie in another page of LMDB.
 
     A record counts if its sequence is below a number that stands here too: so records can be put in
     ahead (`prepare`), and all of them count from one small transaction on, or none does.
@@ -88,7 +101,7 @@ class Catalog:
                 max_dbs=3,
                 metasync=False,  # by `_env.sync`, where it has to be durable
             )
-            self._pages = self._env.open_db(b"pages")
+            self._entries = self._env.open_db(_ENTRIES)
             self._segments = self._env.open_db(b"segments")
             self._meta = self._env.open_db(b"meta")
         except lmdb.Error as error:
@@ -117,22 +130,22 @@ class Catalog:
     def entries(self) -> int:
         """How many pages are listed."""
         with self._reading() as txn:
-            return int(txn.stat(db=self._pages)["entries"])
+            return int(txn.stat(db=self._entries)["entries"])
 
     def batches(self) -> Iterator[Column]:
-        """Every entry with its key (`LISTED`), in order of keys; no transaction may be open.
+        """Every entry with its sequence (`LISTED`), in order of it; no transaction may be open.
 
         Raises:
             CatalogDamagedError: an entry does not agree with its seal, or the tree is broken.
         """
-        last = b""
+        last = -1
         try:
-            found = read_rows(self._path / "data.mdb", b"pages", KEY_BYTES, ENTRY.itemsize)
+            path = self._path / "data.mdb"
+            found = read_rows(path, _ENTRIES, SEQUENCE_BYTES, ENTRY.itemsize)
             for rows in self._by_cursor() if found is None else found:
                 listed = rows.view(LISTED).ravel()
                 _require_seals(listed)
-                _require_order(listed["key"], last)
-                last = listed["key"][-1].tobytes()
+                last = _last_in_order(listed["sequence"], last)
                 yield listed
         except BrokenLeavesError as error:
             raise CatalogDamagedError(f"the disk catalog is damaged: {error}") from error
@@ -140,28 +153,22 @@ class Catalog:
     def _by_cursor(self) -> Iterator[Column]:
         """The same rows as `read_rows` gives, of an LMDB whose pages it cannot read."""
         with self._reading() as txn:
-            entries: Any = txn.cursor(db=self._pages).iternext()
+            entries: Any = txn.cursor(db=self._entries).iternext()
             while batch := list(islice(entries, _BATCH_ENTRIES)):
-                joined = [key + value for key, value in batch]
+                joined = [sequence + value for sequence, value in batch]
                 if {*map(len, joined)} != {LISTED.itemsize}:
                     raise BrokenLeavesError("an entry has a wrong length")
                 yield np.frombuffer(b"".join(joined), np.uint8).reshape(-1, LISTED.itemsize)
 
     def records(self) -> Iterator[tuple[Record, int]]:
-        """Every record with its generation, in key order.
+        """Every record with its generation, in order of sequence.
 
         Raises:
             CatalogDamagedError: an entry does not agree with its seal, or the tree is broken.
         """
         with self._reading() as txn:
-            for key, value in txn.cursor(db=self._pages):
-                yield _decode(bytes(key), bytes(value))
-
-    def record(self, key: PageKey) -> tuple[Record, int] | None:
-        """The record of one key and its generation, or None."""
-        with self._reading() as txn:
-            value = txn.get(key, db=self._pages)
-            return None if value is None else _decode(key, bytes(value))
+            for sequence, value in txn.cursor(db=self._entries):
+                yield _decode(bytes(sequence), bytes(value))
 
     def generations(self) -> dict[int, int]:
         """The generation of every segment ever filled."""
@@ -173,37 +180,31 @@ class Catalog:
         self,
         *,
         moved: Sequence[Record] = (),
-        deleted: Sequence[tuple[PageKey, int]] = (),
+        deleted: Sequence[int] = (),
         added: Sequence[Item] = (),
         generations: dict[int, int],
-    ) -> list[Item]:
+    ) -> None:
         """Apply everything as `commit` does, but what is added does not count yet.
 
         It is durable when the next commit is: a system that crashes before may not know of it.
 
-        Returns:
-            What was not added, because it would replace an entry that counts: for the commit.
-
         Raises:
             TierIOError: as `commit`.
         """
-        with self._changing() as txn:
+
+        def change(txn: lmdb.Transaction, moved: Sequence[Record], deleted: Sequence[int]) -> None:
             self._apply(txn, moved, deleted, generations)
-            items = list(added)
-            with txn.cursor() as cursor:
-                given, taken = cursor.putmulti(items, overwrite=False)
-            late = []
-            if taken < given:
-                late = [item for item in items if txn.get(item[0]) != item[1]]
+            _append(txn, added)
             self._note(txn, generations)
+
+        self._change(change, moved, deleted, generations)
         self._noted |= generations
-        return late
 
     def commit(
         self,
         *,
         moved: Sequence[Record] = (),
-        deleted: Sequence[tuple[PageKey, int]] = (),
+        deleted: Sequence[int] = (),
         added: Sequence[Item] = (),
         generations: dict[int, int],
         counted_below: int | None = None,
@@ -213,9 +214,9 @@ class Catalog:
         """Apply everything in one durable transaction, in the order of the arguments.
 
         Args:
-            moved: new places of records; ignored where the key now has another sequence.
-            deleted: keys to drop with the sequence they had; ignored where it is another by now.
-            added: new records; they replace what the key had.
+            moved: new places of records; ignored where the record is not there.
+            deleted: sequences to drop; ignored where there is none.
+            added: new records, of higher sequences than any that is there, in order of them.
             generations: of at least the segments named by the records.
             counted_below: records with a smaller sequence count from now on.
             identity: store id and epoch to note.
@@ -226,11 +227,10 @@ class Catalog:
             TierIOError: the map is full or the medium failed; nothing counts that did not before,
                 but a commit that the medium failed at its very end may be found after a crash.
         """
-        with self._changing() as txn:
+
+        def change(txn: lmdb.Transaction, moved: Sequence[Record], deleted: Sequence[int]) -> None:
             self._apply(txn, moved, deleted, generations)
-            if added:
-                with txn.cursor() as cursor:
-                    cursor.putmulti(added)
+            _append(txn, added)
             self._note(txn, generations)
             if counted_below is not None:
                 txn.put(b"counted", _NUMBER.pack(counted_below), db=self._meta)
@@ -238,30 +238,52 @@ class Catalog:
                 txn.put(b"store", identity[0], db=self._meta)
                 txn.put(b"epoch", _NUMBER.pack(identity[1]), db=self._meta)
             when()
+
+        self._change(change, moved, deleted, generations)
         with _told_as_failures():
             self._env.sync(True)
         self._noted |= generations
 
-    @contextmanager
-    def _changing(self) -> Iterator[lmdb.Transaction]:
-        with _told_as_failures(), self._env.begin(write=True, db=self._pages) as txn:
-            yield txn
+    def _change(
+        self,
+        change: Callable[[lmdb.Transaction, Sequence[Record], Sequence[int]], None],
+        moved: Sequence[Record],
+        deleted: Sequence[int],
+        generations: dict[int, int],
+    ) -> None:
+        """One transaction; if the map is too full for it, what may come before it does so.
+
+        A transaction writes every page that it changes elsewhere, and the places of the old ones
+        are free only two transactions later.
+        """
+        with _told_as_failures():
+            try:
+                with self._env.begin(write=True, db=self._entries) as txn:
+                    change(txn, moved, deleted)
+                return
+            except lmdb.MapFullError:
+                if len(moved) + len(deleted) <= _CHANGES_AT_ONCE:
+                    raise
+            for at in range(0, max(len(moved), len(deleted)), _CHANGES_AT_ONCE):
+                here = slice(at, at + _CHANGES_AT_ONCE)
+                with self._env.begin(write=True, db=self._entries) as txn:
+                    self._apply(txn, moved[here], deleted[here], generations)
+            with self._env.begin(write=True, db=self._entries) as txn:
+                change(txn, (), ())
 
     def _apply(
         self,
         txn: lmdb.Transaction,
         moved: Sequence[Record],
-        deleted: Sequence[tuple[PageKey, int]],
+        deleted: Sequence[int],
         generations: dict[int, int],
     ) -> None:
-        here = [record for record in moved if _sequence_of(txn, record.key) == record.sequence]
-        with txn.cursor() as cursor:
-            if here:
+        here = [record for record in moved if txn.get(_SEQUENCE.pack(record.sequence)) is not None]
+        if here:
+            with txn.cursor() as cursor:
                 cursor.putmulti(entries_from(here).items(generations))
-            for key, sequence in sorted(deleted):
-                value = cursor.pop(key)  # looked up and then deleted: 2.9 us, not 1.9 (2026-11)
-                if value is not None and _sequence_in(value) != sequence:
-                    cursor.put(key, value)
+        for sequence in sequences_of(np.sort(np.array(deleted, np.uint64))):
+            txn.delete(sequence)
 
     def _note(self, txn: lmdb.Transaction, generations: dict[int, int]) -> None:
         if generations == self._noted:
@@ -299,13 +321,13 @@ def _told_as_failures() -> Iterator[None]:
         raise TierIOError(message, tier="disk", errno=number) from error
 
 
-def _sequence_of(txn: lmdb.Transaction, key: PageKey) -> int | None:
-    value = txn.get(key)
-    return None if value is None else _sequence_in(value)
-
-
-def _sequence_in(value: bytes | memoryview) -> int:
-    return int(_NUMBER.unpack_from(value, _SEQUENCE_AT)[0])
+def _append(txn: lmdb.Transaction, added: Sequence[Item]) -> None:
+    """Put records behind all there are."""
+    if added:
+        with txn.cursor() as cursor:
+            _, taken = cursor.putmulti(added, append=True)
+        if taken != len(added):
+            raise lmdb.KeyExistsError("what is to be written does not follow what is there")
 
 
 def _require_seals(listed: Column) -> None:
@@ -319,27 +341,27 @@ def _require_seals(listed: Column) -> None:
         raise CatalogDamagedError(f"the catalog entry of {name} does not agree with its seal")
 
 
-def _require_order(keys: Column, last: bytes) -> None:
-    """Raise CatalogDamagedError unless keys rise from the `last` before them: none comes twice."""
-    begins = np.ascontiguousarray(keys[:, :8]).view(">u8").ravel()
-    doubtful = np.flatnonzero(begins[1:] <= begins[:-1]).tolist()
-    pairs = [(keys[at].tobytes(), keys[at + 1].tobytes()) for at in doubtful]
-    for before, after in [(last, keys[0].tobytes()), *pairs]:
-        if before >= after:
-            raise CatalogDamagedError(f"the disk catalog is not in order at {after.hex()[:8]}")
+def _last_in_order(sequences: Column, last: int) -> int:
+    """The last of sequences. Raises CatalogDamagedError unless they rise from the `last` before."""
+    numbers = sequences.astype(np.uint64)
+    falls = np.flatnonzero(numbers[1:] <= numbers[:-1]).tolist()
+    if int(numbers[0]) <= last or falls:
+        at = 0 if int(numbers[0]) <= last else falls[0] + 1
+        raise CatalogDamagedError(f"the disk catalog is not in order at sequence {numbers[at]}")
+    return int(numbers[-1])
 
 
-def _decode(key: bytes, value: bytes) -> tuple[Record, int]:
+def _decode(sequence: bytes, value: bytes) -> tuple[Record, int]:
     entry, seal = value[: _ENTRY.size], value[_ENTRY.size :]
-    if len(key) != KEY_BYTES or seal != _SEAL.pack(xxhash.xxh3_64_intdigest(key + entry)):
+    digest = xxhash.xxh3_64_intdigest(sequence + entry)
+    if len(sequence) != SEQUENCE_BYTES or seal != _SEAL.pack(digest):
         raise CatalogDamagedError(
-            f"the catalog entry of {key.hex()[:8]} does not agree with its seal"
+            f"the catalog entry of {value[:4].hex()} does not agree with its seal"
         )
-    parent, checksum, sequence, generation, offset, stored, segment, codec, flags = _ENTRY.unpack(
-        entry
-    )
+    key, parent, checksum, generation, offset, stored, segment, codec, flags = _ENTRY.unpack(entry)
     hangs_from = PageKey(parent) if flags & HAS_PARENT else None
-    record = Record(PageKey(key), hangs_from, checksum, sequence, segment, offset, stored, codec)
+    (number,) = _SEQUENCE.unpack(sequence)
+    record = Record(PageKey(key), hangs_from, checksum, number, segment, offset, stored, codec)
     return record, generation
 
 

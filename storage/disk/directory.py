@@ -18,10 +18,11 @@ from typing import Any
 
 from tiered_kv.errors import ConfigError, LayoutMismatchError
 from tiered_kv.storage.disk.catalog import CatalogDamagedError
-from tiered_kv.storage.disk.extent import FORMAT_VERSION
 from tiered_kv.storage.disk.geometry import Geometry, grow_geometry, plan_geometry
 
 FORMAT_NAME = "tiered-kv-disk"
+FORMAT_VERSION = 2
+_OLDEST_VERSION = 1  # whose catalog is in order of keys: made anew from the segments
 MARKER = "format.json"
 LOCK = "tiered-kv.lock"
 SEGMENTS = "segments"
@@ -67,6 +68,7 @@ class StoreDirectory:
         fd: an open descriptor of it; names inside are opened relative to it, through no symlink.
         marker: geometry (grown, if more capacity was asked for), fingerprint, store id.
         is_new: whether this opening makes the store.
+        version_before: of the format, before this opening.
         catalog_bytes_before: the catalog's size before this opening grew it.
     """
 
@@ -102,6 +104,7 @@ class StoreDirectory:
             else:
                 geometry = fresh or plan_geometry(page_bytes, capacity_bytes)
                 self.marker = Marker(geometry, fingerprint, uuid.uuid4().bytes)
+                self.version_before = FORMAT_VERSION
                 self.catalog_bytes_before = geometry.catalog_bytes
                 self._capacity_bytes_before = capacity_bytes
                 self.write_marker()
@@ -115,7 +118,7 @@ class StoreDirectory:
             raise
 
     def _reopen(self, page_bytes: int, capacity_bytes: int, fingerprint: str) -> Marker:
-        present = _read_marker(self.fd, self.path)
+        self.version_before, present = _read_marker(self.fd, self.path)
         if (present.fingerprint, present.geometry.page_bytes) != (fingerprint, page_bytes):
             raise LayoutMismatchError(
                 f"{self.path} holds pages of {present.geometry.page_bytes} bytes with layout "
@@ -128,8 +131,12 @@ class StoreDirectory:
         return Marker(geometry, fingerprint, present.store_id)
 
     def update_marker(self) -> None:
-        """Write the marker if this opening grew the store; to be called after the catalog grew."""
-        if self.marker.geometry.capacity_bytes != self._capacity_bytes_before:
+        """Write the marker if this opening grew the store, or its catalog is of a new form now.
+
+        To be called when the catalog is.
+        """
+        is_grown = self.marker.geometry.capacity_bytes != self._capacity_bytes_before
+        if is_grown or self.version_before != FORMAT_VERSION:
             self.write_marker()
 
     def write_marker(self) -> None:
@@ -286,7 +293,8 @@ def _lock(directory_fd: int, path: Path) -> int:
     return fd
 
 
-def _read_marker(directory_fd: int, path: Path) -> Marker:
+def _read_marker(directory_fd: int, path: Path) -> tuple[int, Marker]:
+    """The version of the format, and what else the marker says."""
     fd = os.open(MARKER, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=directory_fd)
     try:
         text = os.pread(fd, _MAX_MARKER_BYTES, 0)
@@ -302,12 +310,12 @@ def _read_marker(directory_fd: int, path: Path) -> Marker:
         raise ConfigError(
             f"{path} holds a store of format {fields['format']!r}, not {FORMAT_NAME!r}"
         )
-    if version != FORMAT_VERSION:
+    if not _OLDEST_VERSION <= version <= FORMAT_VERSION:
         raise ConfigError(
-            f"{path} has format version {version}, this program reads {FORMAT_VERSION}: "
-            "use the program that wrote it, or another directory"
+            f"{path} has format version {version}, this program reads {_OLDEST_VERSION} to "
+            f"{FORMAT_VERSION}: use the program that wrote it, or another directory"
         )
-    return _marker_from(fields, path)
+    return version, _marker_from(fields, path)
 
 
 def _marker_from(fields: dict[str, Any], path: Path) -> Marker:

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import itemgetter
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import xxhash
 
-from tiered_kv.keys import KEY_BYTES, PageKey
+from tiered_kv.keys import KEY_BYTES
 from tiered_kv.storage.disk.columns import Column
 from tiered_kv.storage.disk.direct_io import BLOCK_BYTES
 from tiered_kv.storage.disk.extent import CHECKSUM_BYTES, HAS_PARENT, Record, key_column
 
 ENTRY = np.dtype(
     [
+        ("key", "u1", KEY_BYTES),
         ("parent", "u1", KEY_BYTES),
         ("checksum", "u1", CHECKSUM_BYTES),
-        ("sequence", "<u8"),
         ("generation", "<u8"),
         ("offset", "<u8"),
         ("stored_bytes", "<u8"),
@@ -29,64 +28,66 @@ ENTRY = np.dtype(
         ("seal", "<u8"),
     ]
 )
-"""An entry and its seal, which is xxh3-64 of the key and of what stands before it."""
-LISTED = np.dtype([("key", "u1", KEY_BYTES), *ENTRY.descr])
-"""A key and its entry, side by side."""
-Item: TypeAlias = tuple[PageKey, bytes]
-"""A key and its sealed entry, as the catalog keeps them."""
+"""An entry and its seal, which is xxh3-64 of the sequence and of what stands before it."""
+LISTED = np.dtype([("sequence", ">u8"), *ENTRY.descr])
+"""A sequence and its entry, side by side."""
+Item: TypeAlias = tuple[bytes, bytes]
+"""A sequence and its sealed entry, as the catalog keeps them."""
+SEQUENCE_BYTES = 8
 SEAL_BYTES = 8
-_SEALED_BYTES = ENTRY.itemsize - SEAL_BYTES
+_SEALED_BYTES = LISTED.itemsize - SEAL_BYTES
 
 
 @dataclass(slots=True)
 class Entries:
-    """Keys and what the catalog is to say of them (`ENTRY`), without generation and seal."""
+    """What the catalog is to say of pages: rows of `LISTED`, without generation and seal."""
 
-    keys: Sequence[PageKey]
     rows: Column
 
     def items(self, generations: dict[int, int]) -> list[Item]:
-        """Keys and values to be stored, by key; of the same key in the order they were given."""
-        count, rows = len(self.keys), self.rows
+        """Sequences and entries to be stored, in order of sequence."""
+        count, rows = len(self.rows), self.rows
         if not count:
             return []
+        if (rows["sequence"][1:] < rows["sequence"][:-1]).any():
+            rows = rows[np.argsort(rows["sequence"])]
         segments, which = np.unique(rows["segment"], return_inverse=True)
         current = np.array([generations[segment] for segment in segments.tolist()], np.uint64)
         rows["generation"] = current[which]
-        width = KEY_BYTES + _SEALED_BYTES
-        sealed = np.empty((count, width), np.uint8)
-        sealed[:, :KEY_BYTES] = key_column(self.keys)
-        sealed[:, KEY_BYTES:] = rows.view(np.uint8).reshape(count, -1)[:, :_SEALED_BYTES]
-        joined: Any = sealed.reshape(-1)
-        flat = memoryview(joined)
-        digest = xxhash.xxh3_64_intdigest
-        rows["seal"] = [digest(flat[at : at + width]) for at in range(0, count * width, width)]
-        values, step = rows.tobytes(), ENTRY.itemsize
+        step = LISTED.itemsize
         starts = range(0, count * step, step)
-        items = [(k, values[at : at + step]) for k, at in zip(self.keys, starts, strict=True)]
-        items.sort(key=itemgetter(0))  # neighbours in the tree, one after the other
-        return items
+        unsealed = memoryview(rows.tobytes())
+        digest = xxhash.xxh3_64_intdigest
+        rows["seal"] = [digest(unsealed[at : at + _SEALED_BYTES]) for at in starts]
+        listed = rows.tobytes()
+        values = [listed[at + SEQUENCE_BYTES : at + step] for at in starts]
+        return list(zip(sequences_of(rows["sequence"]), values, strict=True))
 
 
-def entries_of(
-    keys: Sequence[PageKey], records: Column, segments: Column, blocks: Column
-) -> Entries:
+def sequences_of(numbers: Column) -> list[bytes]:
+    """Numbers as the catalog's keys: big-endian, so that they are in order."""
+    keys: list[bytes] = np.ascontiguousarray(numbers, ">u8").view(f"V{SEQUENCE_BYTES}").tolist()
+    return keys
+
+
+def entries_of(records: Column, segments: Column, blocks: Column) -> Entries:
     """What to say of records (`RECORD`) that lie in these places."""
-    rows = np.zeros(len(keys), ENTRY)
-    for name in ("parent", "checksum", "sequence", "stored_bytes", "codec", "flags"):
+    rows = np.zeros(len(records), LISTED)
+    for name in ("key", "parent", "checksum", "sequence", "stored_bytes", "codec", "flags"):
         rows[name] = records[name]
     rows["segment"] = segments
     rows["offset"] = blocks.astype(np.uint64) * BLOCK_BYTES
-    return Entries(keys, rows)
+    return Entries(rows)
 
 
 def entries_from(records: Sequence[Record]) -> Entries:
     """What to say of records that lie where they say."""
-    rows = np.zeros(len(records), ENTRY)
+    rows = np.zeros(len(records), LISTED)
+    rows["key"] = key_column([record.key for record in records])
     rows["parent"] = key_column([record.parent for record in records])
     digests = b"".join([record.checksum for record in records])
     rows["checksum"] = np.frombuffer(digests, np.uint8).reshape(-1, CHECKSUM_BYTES)
     for name in ("sequence", "offset", "stored_bytes", "segment", "codec"):
         rows[name] = [getattr(record, name) for record in records]
     rows["flags"] = [0 if record.parent is None else HAS_PARENT for record in records]
-    return Entries([record.key for record in records], rows)
+    return Entries(rows)

@@ -16,7 +16,7 @@ from tiered_kv.storage.disk.direct_io import BLOCK_BYTES
 from tiered_kv.storage.disk.geometry import EXTENT_RECORDS
 
 MAGIC = b"TKVEXTNT"
-FORMAT_VERSION = 1
+HEADER_VERSION = 1
 CODEC_RAW = 0
 CHECKSUM_BYTES = 16
 
@@ -150,7 +150,7 @@ def encode_header(
     """Write the header block of an extent, whose records are `rows` (`RECORD`), to a block."""
     block: Any = into[:BLOCK_BYTES]
     block[:] = 0
-    fields = (MAGIC, FORMAT_VERSION, len(rows), store_id, place.segment, 0)
+    fields = (MAGIC, HEADER_VERSION, len(rows), store_id, place.segment, 0)
     numbers = (place.generation, place.number, place.durable_below, place.offset, place.n_bytes)
     _HEADER.pack_into(block, 0, *fields, *numbers, b"", b"")
     block[_RECORDS_AT : _RECORDS_AT + rows.nbytes] = np.ascontiguousarray(rows).view(np.uint8)
@@ -166,7 +166,7 @@ def decode_header(block: bytes, store_id: bytes, segment: int, offset: int) -> E
         fields[:11]
     )
     zeroed = block[:_CHECKSUM_AT] + bytes(CHECKSUM_BYTES) + block[_HEADER_BYTES:]
-    if xxhash.xxh3_128_digest(zeroed) != fields[-1] or version != FORMAT_VERSION:
+    if xxhash.xxh3_128_digest(zeroed) != fields[-1] or version != HEADER_VERSION:
         return None
     if (
         owner != store_id

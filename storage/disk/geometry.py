@@ -13,7 +13,8 @@ MIN_SEGMENTS = 3
 _SPARE_SEGMENTS = 2  # one being filled, one kept empty for compaction
 _LIVE_SHARE = 0.9
 _CATALOG_BASE_BYTES = 256 << 10
-# An entry takes 138 bytes of a tree page about 2/3 full; copy-on-write keeps up to three versions.
+# An entry takes 138 bytes of a tree page. Pages are full if entries are dropped in the order of
+# writing, half full if at random; copy-on-write keeps up to three versions of what changes.
 _CATALOG_PAGE_BYTES = 1 << 10
 _FIXED_BYTES = 64 << 10  # directories, lock, marker and its replacement, probe
 _SEGMENT_EXTRA_BYTES = BLOCK_BYTES + 64  # a block of file system extents, a directory entry

@@ -125,7 +125,8 @@ class SegmentLog:
         """
         if not self.ready:
             raise OSError(errno.ENOSPC, "no segment is left to fill")
-        following = next((s for s in self.free if s in self._created), self.free[0])
+        made = [segment for segment in self.free if segment in self._created]
+        following = made[0] if made else self.free[0]  # no generator: closing one eats Ctrl-C
         if following not in self._created:
             self._create(following)
         self.free.remove(following)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tiered_kv.errors import StoreClosedError
-from tiered_kv.found import FoundPages, beginnings_of, in_order, parent_rows, ranks
+from tiered_kv.found import FoundPages, KeyOrder, parent_rows, ranks
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.disk.batch import Batch
 from tiered_kv.storage.disk.columns import Column, Columns, column
@@ -45,11 +45,12 @@ class Unsaved:
     """Changes that are true in memory and not yet in the catalog.
 
     Attributes:
+        deleted: sequences of what is no longer stored.
         empty: segments of which the catalog names nothing once these changes are in it.
     """
 
     moved: list[Record]
-    deleted: list[tuple[PageKey, int]]
+    deleted: list[int]
     empty: list[int] = field(default_factory=list)
 
 
@@ -111,7 +112,7 @@ class Records:
             if (self._state[batch.slots] != WRITING).any():
                 return None
             segments, blocks = self._rows.segment[batch.slots], self._rows.block[batch.slots]
-        return entries_of(batch.keys, batch.rows, segments, blocks)
+        return entries_of(batch.rows, segments, blocks)
 
     def publish(self, slots: Column) -> None:
         """From now on these can be read."""
@@ -129,8 +130,7 @@ class Records:
             states = self._state[wanted]
             held = wanted[(states == WRITING) | (states == STORED)]
             if len(held):  # noted first: a signal leaves no entry that nobody would drop
-                sequences = rows.sequence[held].tolist()
-                self._unsaved.deleted.extend(zip(rows.keys(held), sequences, strict=True))
+                self._unsaved.deleted.extend(rows.sequence[held].tolist())
             gone = np.bincount(rows.segment[held], minlength=len(self._live_pages))
             self._state[wanted] = state  # with the next line one step: no signal between
             self._live_pages -= gone
@@ -252,10 +252,10 @@ class Records:
             rows, slots = self._rows, self._stored_slots()
             here = slots if len(slots) < len(rows) else slice(len(rows))  # of all rows no copy
             key = rows.key[here]
-            beginnings = beginnings_of(key)
-            parent = parent_rows(key, beginnings, rows.parent[here], rows.hangs[here])
+            order = KeyOrder.of(key)
+            parent = parent_rows(key, order, rows.parent[here], rows.hangs[here])
             rank = ranks(rows.sequence[here])
-            return FoundPages(rows.keys(here), parent, slots, rank, in_order(beginnings))
+            return FoundPages(rows.keys(here), parent, slots, rank, order)
 
     def by_place(self) -> Iterator[int]:
         """Every readable slot, in the order in which their pages lie on the medium."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tiered_kv.errors import TierIOError
+from tiered_kv.found import beginnings_of
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.base import PageBuffer
 from tiered_kv.storage.disk.catalog import (
@@ -20,7 +21,7 @@ from tiered_kv.storage.disk.catalog import (
 )
 from tiered_kv.storage.disk.columns import Column, Columns
 from tiered_kv.storage.disk.direct_io import BLOCK_BYTES, aligned_buffer
-from tiered_kv.storage.disk.directory import StoreDirectory
+from tiered_kv.storage.disk.directory import FORMAT_VERSION, StoreDirectory
 from tiered_kv.storage.disk.entries import entries_from
 from tiered_kv.storage.disk.extent import (
     CODEC_RAW,
@@ -76,6 +77,8 @@ def recover(directory: StoreDirectory, files: SegmentFiles) -> Recovered:
 
 def _from_catalog(directory: StoreDirectory, files: SegmentFiles, existing: list[int]) -> Recovered:
     geometry = directory.marker.geometry
+    if directory.version_before < FORMAT_VERSION:
+        raise CatalogDamagedError(f"the disk catalog is of format {directory.version_before}")
     check_catalog_files(directory.catalog_path, directory.catalog_bytes_before)
     with directory.reading_catalog():
         catalog = Catalog(directory.catalog_path, geometry.catalog_bytes)
@@ -95,8 +98,8 @@ def _load(catalog: Catalog, directory: StoreDirectory, existing: set[int]) -> Re
     capacity = marker.geometry.capacity_pages
     records = Columns.empty(capacity, marker.geometry.page_bytes)
     current, counted_below = _current(existing, generations), catalog.counted_below(epoch)
-    stale: list[tuple[PageKey, int]] = []
-    uncounted: list[tuple[PageKey, int]] = []
+    stale: list[int] = []
+    uncounted: list[int] = []
     for listed in catalog.batches():
         listed = _apart(listed, listed["sequence"] < counted_below, uncounted)
         is_current = _is_current(listed, current) & _are_possible(listed, marker.geometry)
@@ -106,12 +109,13 @@ def _load(catalog: Catalog, directory: StoreDirectory, existing: set[int]) -> Re
         records.append(listed)
     if stale:
         _log.warning("%s: %d catalog entries name no place that exists", directory.path, len(stale))
+    records, older = _with_each_key_once(records, marker.geometry)
     records, given_up = _with_one_empty(records, marker.geometry)
     if given_up:
         _log.warning("%s: no segment is empty: %d pages given up", directory.path, len(given_up))
     try:  # the first to look at LMDB's list of free pages
         catalog.commit(
-            deleted=stale + given_up + uncounted,  # before sequences of this epoch count
+            deleted=stale + older + given_up + uncounted,  # before sequences of this epoch count
             generations={},
             counted_below=(epoch + 1) << EPOCH_SHIFT,
             identity=(marker.store_id, epoch + 1),
@@ -123,19 +127,27 @@ def _load(catalog: Catalog, directory: StoreDirectory, existing: set[int]) -> Re
     return Recovered(catalog, records, generations, epoch + 1, was_rebuilt=False)
 
 
-def _apart(listed: Column, is_kept: Column, others: list[tuple[PageKey, int]]) -> Column:
-    """Entries that are kept; of the others key and sequence are added to a list."""
+def _apart(listed: Column, is_kept: Column, others: list[int]) -> Column:
+    """Entries that are kept; the sequences of the others are added to a list."""
     if is_kept.all():
         return listed
-    for row in listed[~is_kept]:
-        others.append((PageKey(row["key"].tobytes()), int(row["sequence"])))
+    others.extend(listed["sequence"][~is_kept].tolist())
     return listed[is_kept]
 
 
-def _with_one_empty(
-    records: Columns, geometry: Geometry
-) -> tuple[Columns, list[tuple[PageKey, int]]]:
-    """`leave_one_empty`, and what was given up: key and sequence."""
+def _with_each_key_once(records: Columns, geometry: Geometry) -> tuple[Columns, list[int]]:
+    """The newest record of each key, and the sequences of the others: hardly ever there are any."""
+    alike = np.sort(beginnings_of(records.key[: len(records)]))
+    if not (alike[1:] == alike[:-1]).any():
+        return records, []
+    listed = [records.record(row) for row in range(len(records))]
+    newest = {record.key: record for record in listed}  # they are in order of sequence
+    older = [record.sequence for record in listed if newest[record.key] is not record]
+    return Columns.of([*newest.values()], geometry.capacity_pages, geometry.page_bytes), older
+
+
+def _with_one_empty(records: Columns, geometry: Geometry) -> tuple[Columns, list[int]]:
+    """`leave_one_empty`, and the sequences of what was given up."""
     is_held = np.zeros(geometry.segments, np.bool_)
     is_held[records.segment[: len(records)]] = True
     if not is_held.all():
@@ -143,7 +155,7 @@ def _with_one_empty(
     listed = [records.record(row) for row in range(len(records))]
     kept = leave_one_empty(listed, geometry.segments)
     keys = {record.key for record in kept}
-    lost = [(record.key, record.sequence) for record in listed if record.key not in keys]
+    lost = [record.sequence for record in listed if record.key not in keys]
     return Columns.of(kept, geometry.capacity_pages, geometry.page_bytes), lost
 
 

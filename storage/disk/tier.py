@@ -276,10 +276,10 @@ class DiskTier(Tier):
         added = entries.items(generations)
         unsaved = changes = self._records.unsaved()
         if len(batch) >= _AHEAD_PAGES and len(batch) * self.page_bytes >= _AHEAD_BYTES:
-            added = self._catalog.prepare(
+            self._catalog.prepare(
                 moved=changes.moved, deleted=changes.deleted, added=added, generations=generations
             )
-            changes = NO_CHANGES
+            changes, added = NO_CHANGES, []
         self._catalog.commit(
             moved=changes.moved,
             deleted=changes.deleted,

@@ -86,11 +86,11 @@ def crash(path: Path, monkeypatch: pytest.MonkeyPatch) -> Crash:
 def listed(path: Path) -> dict[PageKey, int]:
     """What a catalog that nobody has open says: the sequence of each key."""
     with closing(lmdb.open(str(path / "catalog"), lock=False, readonly=True, max_dbs=3)) as env:
-        pages = env.open_db(b"pages", create=False)
-        with env.begin(db=pages) as txn:
+        entries = env.open_db(b"entries", create=False)
+        with env.begin(db=entries) as txn:
             return {
-                PageKey(bytes(key)): int.from_bytes(value[48:56], "little")
-                for key, value in txn.cursor()
+                PageKey(bytes(value[:32])): int.from_bytes(sequence, "big")
+                for sequence, value in txn.cursor()
             }
 
 
@@ -198,10 +198,30 @@ def test_a_page_that_is_written_again_is_not_lost_by_a_crash_between_the_steps(
     crashed, again = crash.between_the_steps(tier, pages)
     assert_opens_with(crashed, before)
     assert_holds(tier, again[:3], before[:3])
-    written = {record.key: record.sequence for record, _ in tier._catalog.records()}
-    assert written[key_of(0)] == tier._records._rows.sequence[again[0]]
     assert tier.check().is_clean
     assert_opens_with(crash.now(), [*before, *chain(range(100, 110))])
+
+
+def test_of_a_key_that_is_listed_twice_the_newest_is_found_and_the_other_dropped(
+    path: Path, tier: DiskTier, crash: Crash
+) -> None:
+    """Whichever is freed: what is left is found."""
+    before = chain(range(6))
+    old = put(tier, before)
+    new = put(tier, before[:3])
+    newest = {stored.key: stored.sequence for stored in tier.pages()}
+    crashed = crash.now()
+    tier.free([new[0], old[1]])
+    tier.close()
+    for store, sequence_of in ((crashed, newest), (path, {})):
+        again = open_tier(store)
+        found = {stored.key: stored for stored in again.pages()}
+        assert set(found) == {one.key for one in before} and len(list(again.pages())) == 6
+        for key, sequence in sequence_of.items():
+            assert found[key].sequence == sequence
+        assert_holds(again, [found[one.key].slot for one in before], before)
+        assert again._catalog.entries == 6 and again.check().is_clean
+        again.close()
 
 
 def test_a_page_whose_old_entry_is_dropped_with_the_write_counts_from_the_commit_on(
@@ -215,11 +235,15 @@ def test_a_page_whose_old_entry_is_dropped_with_the_write_counts_from_the_commit
     assert_opens_with(crash.now(), before)
 
 
-def test_of_one_key_twice_in_a_write_the_later_is_listed(tier: DiskTier) -> None:
+def test_of_one_key_twice_in_a_write_the_later_is_found(path: Path, tier: DiskTier) -> None:
     slots = put(tier, [*chain(range(5)), *chain(range(2))])
-    written = {record.key: record.sequence for record, _ in tier._catalog.records()}
-    assert written[key_of(1)] == tier._records._rows.sequence[slots[6]]
+    later = int(tier._records._rows.sequence[slots[6]])
     assert tier.check().is_clean
+    tier.close()
+    again = open_tier(path)
+    assert {stored.key: stored.sequence for stored in again.pages()}[key_of(1)] == later
+    assert again.recovered_pages == 5
+    again.close()
 
 
 def test_segments_say_the_same_without_a_catalog(tier: DiskTier, crash: Crash) -> None:

@@ -109,7 +109,7 @@ def test_foreign_directory_is_refused_and_left_alone(tmp_path: Path) -> None:
         ("{", "not a tiered-kv marker"),
         ("[]", "not a tiered-kv marker"),
         ('{"format": "zarr", "version": 3}', "zarr"),
-        ('{"format": "tiered-kv-disk", "version": 2}', "version 2"),
+        ('{"format": "tiered-kv-disk", "version": 3}', "version 3, this program reads 1 to 2"),
         ('{"format": "tiered-kv-disk", "version": 1}', "damaged"),
     ],
 )

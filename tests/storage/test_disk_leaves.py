@@ -9,12 +9,13 @@ from pathlib import Path
 import lmdb
 import numpy as np
 import pytest
+import xxhash
 from disk_rig import assert_holds, chain, key_of, open_tier, put
 
 from tiered_kv.storage.disk import catalog as catalog_module
 from tiered_kv.storage.disk.leaves import BrokenLeavesError, read_rows
 
-KEY_BYTES, VALUE_BYTES = 32, 96
+KEY_BYTES, VALUE_BYTES = 8, 120
 
 
 def opened(path: Path) -> lmdb.Environment:
@@ -140,6 +141,10 @@ def test_a_catalog_that_only_a_cursor_can_read_gives_the_same_pages(
     by_hand.close()
 
 
+def seal_of(entry: bytes | bytearray) -> bytes:
+    return xxhash.xxh3_64_intdigest(entry[:-8]).to_bytes(8, "little")
+
+
 @pytest.mark.parametrize("what", ["seal", "order"])
 def test_a_catalog_with_a_damaged_entry_is_rebuilt(
     tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture
@@ -153,15 +158,20 @@ def test_a_catalog_with_a_damaged_entry_is_rebuilt(
     content = bytearray(file.read_bytes())
     key = bytes(key_of(30))
     places = [at for at in range(0, len(content) - 32, 2) if bytes(content[at : at + 32]) == key]
-    assert places
-    for at in places:  # the pages of earlier transactions have it too
+    entries = [content[at - KEY_BYTES : at + VALUE_BYTES] for at in places]
+    own = [(at, one) for at, one in zip(places, entries, strict=True) if one[-8:] == seal_of(one)]
+    assert own, "not where it is a parent; the pages of earlier transactions have it too"
+    for at, entry in own:
         if what == "seal":
-            content[at + KEY_BYTES + 50] ^= 1
+            entry[KEY_BYTES + 50] ^= 1
         else:
-            content[at] ^= 0xFF
+            entry[:KEY_BYTES] = bytes(KEY_BYTES)  # the smallest sequence
+            entry[-8:] = seal_of(entry)
+        content[at - KEY_BYTES : at + VALUE_BYTES] = entry
     file.write_bytes(content)
     again = open_tier(path)
     assert again.was_rebuilt
+    assert {"seal": "does not agree with its seal", "order": "not in order at"}[what] in caplog.text
     assert "rebuilding it" in caplog.text
     assert sorted(page.key for page in again.pages()) == sorted(key_of(n) for n in range(60))
     assert not again.check().problems

@@ -24,7 +24,7 @@ GET_PAGES = 1000
 LEAST_PAGES = 256
 _REOPEN_S = 40.0  # a size, at most: 1 M pages took 17 s an opening (2 x 2.8 GHz Xeon, 2026-11)
 _STEPS = 4  # of one size
-DISK_BYTES_A_PAGE = 450  # its entry in the tree, and what commits leave free there
+DISK_BYTES_A_PAGE = 200  # its entry in the tree, 142, and what commits leave free there
 _RAM_BYTES_A_PAGE = 800
 
 

@@ -2,9 +2,8 @@
 
 The directory is a store's own in all that opening one reads: marker, catalog and segment files of
 full length. The catalog is written through `Catalog.commit`, in the order in which a store would
-have stored the pages, so that its tree is filled as such a tree is; key after key in sorted order
-would make it denser. The segments are sparse: opening a store reads no payload, so a million pages
-of 16 KiB take 300 MB of disk, which is their catalog, and nothing of the pages is ever read.
+have stored the pages. The segments are sparse: opening a store reads no payload, so a million pages
+of 16 KiB take 150 MB of disk, which is their catalog, and nothing of the pages is ever read.
 """
 
 from __future__ import annotations
@@ -180,9 +179,9 @@ def _scan(directory: Directory) -> tuple[float, float]:
     env = lmdb.open(str(directory.path / "catalog"), readonly=True, lock=False, max_dbs=3)
     try:
         entries = 0
-        pages = env.open_db(b"pages", create=False)
+        database = env.open_db(b"entries", create=False)
         with env.begin() as txn:
-            for _ in txn.cursor(db=pages):
+            for _ in txn.cursor(db=database):
                 entries += 1
     finally:
         env.close()
