@@ -52,12 +52,15 @@ limits = st.sampled_from([1, 200, 5000, 1 << 30])  # so that small pages take ev
 def batches(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     """Slots of the pool and rows of the matrix, one to one: in stretches, apart, in any order."""
     count = draw(st.integers(0, PAGES))
-    slots = draw(st.permutations(range(PAGES)))[:count]
-    if draw(st.booleans()):
-        return slots, draw(st.permutations(range(PAGES)))[:count]
-    first = draw(st.integers(0, PAGES - count))
-    numbers = list(range(first, first + count))
-    return slots, numbers[::-1] if draw(st.booleans()) else numbers
+
+    def places() -> list[int]:
+        if draw(st.booleans()):
+            return draw(st.permutations(range(PAGES)))[:count]
+        first = draw(st.integers(0, PAGES - count))
+        numbers = list(range(first, first + count))
+        return numbers[::-1] if draw(st.booleans()) else numbers
+
+    return places(), places()
 
 
 @settings(deadline=None)
