@@ -97,6 +97,16 @@ class Tier(ABC):
             TierIOError: the medium failed or is full.
         """
 
+    def begin_write(self, slots: Sequence[int], pages: Sequence[Page]) -> Callable[[], None]:
+        """Begin a write; does not wait for the medium. All or nothing, as `write` is.
+
+        What is returned must be called once: it blocks, and raises as `write` does. Till then the
+        slots and the bytes of the pages are the tier's. Writes that have begun become durable
+        together, with the first that is ended, or fail together. A tier that cannot begin writes
+        then.
+        """
+        return partial(self.write, slots, pages)
+
     @abstractmethod
     def read(self, slots: Sequence[int], into: Sequence[PageBuffer]) -> list[TieredKVError | None]:
         """Fill one buffer a slot; blocks. Returns, for each page, None or why it could not be had.

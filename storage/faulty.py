@@ -43,7 +43,10 @@ class WrappedTier(Tier):
         self.inner.free(slots)
 
     def write(self, slots: Sequence[int], pages: Sequence[Page]) -> None:
-        self.inner.write(slots, pages)
+        self.begin_write(slots, pages)()
+
+    def begin_write(self, slots: Sequence[int], pages: Sequence[Page]) -> Callable[[], None]:
+        return self.inner.begin_write(slots, pages)
 
     def read(self, slots: Sequence[int], into: Sequence[PageBuffer]) -> list[TieredKVError | None]:
         return self.inner.read(slots, into)
@@ -71,9 +74,9 @@ class LatencyTier(WrappedTier):
         self.delay_s = delay_s
         self.gate = gate
 
-    def write(self, slots: Sequence[int], pages: Sequence[Page]) -> None:
+    def begin_write(self, slots: Sequence[int], pages: Sequence[Page]) -> Callable[[], None]:
         self._pass()
-        self.inner.write(slots, pages)
+        return self.inner.begin_write(slots, pages)
 
     def read(self, slots: Sequence[int], into: Sequence[PageBuffer]) -> list[TieredKVError | None]:
         self._pass()
@@ -103,10 +106,10 @@ class FaultyTier(WrappedTier):
         self.fail_read: Callable[[int], bool] = lambda slot: False
         self.flip: Callable[[int], bool] = lambda slot: False
 
-    def write(self, slots: Sequence[int], pages: Sequence[Page]) -> None:
+    def begin_write(self, slots: Sequence[int], pages: Sequence[Page]) -> Callable[[], None]:
         if self.fail_write(slots):
             raise TierIOError("no space left (injected)", tier=self.name, errno=errno.ENOSPC)
-        self.inner.write(slots, pages)
+        return self.inner.begin_write(slots, pages)
 
     def read(self, slots: Sequence[int], into: Sequence[PageBuffer]) -> list[TieredKVError | None]:
         outcome = self.inner.read(slots, into)
@@ -127,9 +130,9 @@ class CountingTier(WrappedTier):
         self.counts: Counter[str] = Counter()
         self._lock = threading.Lock()
 
-    def write(self, slots: Sequence[int], pages: Sequence[Page]) -> None:
+    def begin_write(self, slots: Sequence[int], pages: Sequence[Page]) -> Callable[[], None]:
         self._count("write", len(slots))
-        self.inner.write(slots, pages)
+        return self.inner.begin_write(slots, pages)
 
     def read(self, slots: Sequence[int], into: Sequence[PageBuffer]) -> list[TieredKVError | None]:
         self._count("read", len(slots))

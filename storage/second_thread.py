@@ -26,13 +26,16 @@ class SecondThread:
     def _note_id(self) -> None:
         self._native_id = threading.get_native_id()
 
-    def both_halves(self, n: int, copy: Callable[[int, int], None]) -> None:
+    def both_halves(self, n: int, copy: Callable[[int, int], None], sleeping: int = 0) -> None:
         """Call `copy(0, n // 2)` here and `copy(n // 2, n)` there; returns when both have.
 
         Where no core has nothing to do, `copy(0, n)` here: half of a copy would take the time of
         somebody who computes.
+
+        Args:
+            sleeping: threads that will need a core as soon as they wake up.
         """
-        if _runnable_threads() >= (os.cpu_count() or 1):
+        if _runnable_threads() + sleeping >= (os.cpu_count() or 1):
             copy(0, n)
             return
         self._keep_away()

@@ -207,7 +207,7 @@ class Gate:
         self._open = threading.Event()
         self._calls = 0
         self._after = after
-        through = getattr(DiskTier, "begin_read" if verb == "read" else verb)
+        through = getattr(DiskTier, f"begin_{verb}")
 
         def held_up(tier: DiskTier, *args: Any) -> Any:
             self._pass()
@@ -216,10 +216,7 @@ class Gate:
         def held_up_later(tier: DiskTier, *args: Any) -> Any:
             return lambda: held_up(tier, *args)()
 
-        if verb == "read":
-            monkeypatch.setattr(DiskTier, "begin_read", held_up_later)
-        else:
-            monkeypatch.setattr(DiskTier, verb, held_up)
+        monkeypatch.setattr(DiskTier, f"begin_{verb}", held_up_later)
 
     def _pass(self) -> None:
         self._calls += 1

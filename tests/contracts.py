@@ -242,6 +242,15 @@ class TierContract:
             assert outcome[1] is None
             assert into[1].tobytes() == changed
 
+    def test_writes_in_halves_can_all_be_read_once_they_have_ended(self, tier: Tier) -> None:
+        slots = take(tier, 4)
+        pages = pages_of("abcd", tier.page_bytes)
+        first = tier.begin_write(slots[:1], pages[:1])
+        second = tier.begin_write(slots[1:], pages[1:])
+        first()
+        second()
+        assert read_all(tier, slots) == self.bytes_of("abcd")
+
     def test_reads_that_were_begun_end_as_read_does(self, tier: Tier) -> None:
         slots = self.put(tier, ["a", "b", "c"])
         into = buffers(3, tier.page_bytes)

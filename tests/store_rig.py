@@ -149,10 +149,10 @@ class HeldTier(WrappedTier):
         self.is_reading = threading.Event()
         self.is_writing = threading.Event()
 
-    def write(self, slots: Sequence[int], pages: Sequence[Page]) -> None:
+    def begin_write(self, slots: Sequence[int], pages: Sequence[Page]) -> Callable[[], None]:
         self.is_writing.set()
         assert self.write_gate.wait(PATIENCE_S)
-        self.inner.write(slots, pages)
+        return self.inner.begin_write(slots, pages)
 
     def read(self, slots: Sequence[int], into: Sequence[PageBuffer]) -> list[TieredKVError | None]:
         self.is_reading.set()

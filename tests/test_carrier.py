@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from disk_rig import buffers, open_tier
+from disk_rig import chain as disk_pages
 from split_rig import LAYOUT, Engine, Rank, chain
 
 import tiered_kv.carrier
 from tiered_kv.decider import Hit
 from tiered_kv.errors import TierIOError
+from tiered_kv.manifest import DiskSlots
 from tiered_kv.orders import Order
 from tiered_kv.plan import DISK, HOST
 from tiered_kv.storage.disk import DiskTier
+from tiered_kv.storage.disk.log import SegmentLog
 from tiered_kv.storage.hbm import HbmTier
 
 Rig = Callable[..., Engine]
@@ -322,7 +327,7 @@ def test_writes_go_on_once_a_disk_has_room_again(
         raise TierIOError("no space left (injected)", tier=DISK, errno=28)
 
     with monkeypatch.context() as patch:
-        patch.setattr(DiskTier, "write", full)
+        patch.setattr(DiskTier, "begin_write", full)
         rig.store(keys, range(4))
     assert rig.decider.stats().resident_pages == {HOST: 4, DISK: 0}
     rig.decider.clear()
@@ -352,3 +357,31 @@ def test_pages_that_hang_from_a_lost_one_are_missed_for_that(engine: Rig) -> Non
     index.condemn(index.by_name[HOST], index.find(keys[1]), "corrupt")
     rig.decider.count_misses(keys[1:], "not_worth_loading")
     assert rig.decider.stats().why_miss == {"corrupt": 1, "no_parent": 2}
+
+
+def test_a_write_that_fails_at_its_end_leaves_no_slot_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two writes of a group: the tier numbers the pages as it likes, and has its slots back."""
+    tier = open_tier(tmp_path / "store")
+    slots = DiskSlots(tier)
+    pages = disk_pages(range(6))
+
+    def broken(*_: object) -> None:
+        raise OSError(errno.EIO, "the medium broke")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SegmentLog, "sync", broken)
+        ends = [slots.begin_write([7, 3, 5], pages[:3]), slots.begin_write([0, 1, 2], pages[3:])]
+        for end in ends:
+            with pytest.raises(TierIOError, match="the medium broke"):
+                end()
+    assert tier.used_bytes == 0
+    assert not any(map(slots.has, range(8)))
+    slots.begin_write([7, 3, 5], pages[:3])()
+    assert [slot for slot in range(8) if slots.has(slot)] == [3, 5, 7]
+    into = buffers(3)
+    assert slots.read([5, 7, 3], into) == [None] * 3
+    for got, at in zip(into, (2, 0, 1), strict=True):
+        assert (got == pages[at].data).all()
+    tier.close()

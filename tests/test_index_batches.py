@@ -24,7 +24,7 @@ from tiered_kv.policy import base
 from tiered_kv.slots import SlotPool
 
 _TIERS = [HBM, HOST, DISK]
-_IN_COLUMNS = (base, index_module, ledger, page_ids, room, tier_index)
+_IN_COLUMNS = (base, index_module, ledger, page_ids, tier_index)
 _CHAINS = {
     f"{name}{turn}": [(name, at) for at in range(4 * turn)] for name in "abc" for turn in (1, 2)
 }
@@ -256,7 +256,23 @@ def test_what_could_be_written_to_disk_is_the_same_by_columns_and_page_by_page()
     assert by_columns == [begun, begun[1:], begun[2:], [], begun]
 
 
-@settings(max_examples=80, deadline=None, derandomize=True, database=None)
+def page_by_page(index: Index, pages: list[int]) -> tuple[list[int], set[int]]:
+    """Pages with their ancestors that disk lacks, root first; and the pages there above them."""
+    state = index.by_name[DISK].state
+    order: dict[int, None] = {}
+    above = set()
+    for page in pages:
+        path = []
+        while page >= 0 and not state[page] and page not in order:
+            path.append(page)
+            page = index.parent_of[page]
+        order.update(dict.fromkeys(reversed(path)))
+        if page >= 0 and state[page]:
+            above.add(page)
+    return list(order), above
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
 @given(seed=st.integers(0, 2**32))
 def test_pages_find_their_way_to_disk_in_columns_as_they_do_one_by_one(seed: int) -> None:
     """Prefixes that branch, of which disk has some already; deepest first, root first or mixed."""
@@ -277,37 +293,31 @@ def test_pages_find_their_way_to_disk_in_columns_as_they_do_one_by_one(seed: int
             index.finish(disk, written)
     dirty = [page for page in index if not disk.state[page]]
     wanted = random.choice([dirty, dirty[::-1], random.sample(dirty, len(dirty)), dirty[::2]])
-    plain = planner.room._paths(wanted)
-    moves = room.moves_of(index, list(plain[0]), HOST, DISK, range(len(plain[0])))
+    order, above = page_by_page(index, wanted)
+    moves = room.moves_of(index, order, HOST, DISK, range(len(order)))
     some = moves.where([random.random() < 0.8 for _ in moves])
     one_by_one = planner.durable(moves), planner.durable(some)
-    with columns_from(1):
-        whole = planner.room._whole_paths(wanted) if wanted else None
-        assert (planner.durable(moves), planner.durable(some)) == one_by_one
-    if whole is not None:
-        assert (whole[0], whole[1]) == (list(plain[0]), plain[1])
+    for few in (1, FEW):
+        with columns_from(few):
+            found, below = planner.room._paths(wanted)
+            assert (list(found), set(below)) == (order, above)
+            assert (planner.durable(moves), planner.durable(some)) == one_by_one
 
 
-@pytest.mark.parametrize("branches", [1, 3])
-def test_whole_paths_from_the_deepest_page_up_are_told_in_columns(branches: int) -> None:
-    planner = Planner({HOST: SlotPool(50), DISK: SlotPool(50)}, {HOST: 50, DISK: 50})
-    index = planner.index
+@pytest.mark.parametrize("few", [2, FEW])
+def test_pages_are_cut_into_runs_up_a_branch_whichever_way_they_come(few: int) -> None:
+    index = Index(_TIERS)
     stem = index.add(chain("a", "b"), -1)
-    disk, host = index.by_name[DISK], index.by_name[HOST]
-    index.begin(disk, stem, [0, 1])
-    index.finish(disk, stem)
-    paths = [index.add(chain("a", "b", *((at, n) for n in range(4))), -1) for at in range(branches)]
-    for at, path in enumerate(paths):
-        index.begin(host, path[2:], range(4 * at, 4 * at + 4))
-    with columns_from(2):
-        order, below = planner.room._whole_paths([p for path in paths for p in path[:1:-1]]) or (
-            [],
-            [],
-        )
-        assert planner.room._whole_paths(paths[0][:2:-1]) is None  # not the first
-        assert planner.room._whole_paths(paths[0][::-1]) is None  # disk has two of them
-    assert order == [page for path in paths for page in path[2:]]
-    assert below == [stem[1]] * branches
+    branches = [index.add(chain("a", "b", *((at, n) for n in range(4))), -1)[2:] for at in "xyz"]
+    with columns_from(few):
+        assert index.runs([]) == []
+        assert index.runs(stem[:1]) == [stem[:1]]
+        turned = [branch[::-1] for branch in branches]
+        assert index.runs([page for branch in turned for page in branch]) == turned
+        assert index.runs([page for branch in branches for page in branch]) == turned
+        assert index.runs([*turned[0], *stem[::-1]]) == [[*turned[0], *stem[::-1]]]
+        apart = [stem[1], *branches[1][1::2]]
+        assert index.runs(apart) == [[page] for page in apart]
 
 
 def test_numbers_are_made_an_array_once_and_travel_without_it() -> None:

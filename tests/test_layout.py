@@ -29,7 +29,7 @@ LEVELS: tuple[frozenset[str], ...] = tuple(
         "planner",
         "mover decider",
         "run hbm_pages session",
-        "carrier",
+        "carrier flush",
         "store disk_store",
         "plugins",
         "replay",

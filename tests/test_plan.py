@@ -12,7 +12,7 @@ from plan_rig import PlannerRig, chain
 
 from tiered_kv.found import FoundPages, StoredPage
 from tiered_kv.keys import KeyChain
-from tiered_kv.plan import DISK, HBM, HOST, LOAD_ALL, MISS_REASONS, Gate, Move, Plan
+from tiered_kv.plan import DISK, HBM, HOST, LOAD_ALL, MISS_REASONS, Gate, Move, Plan, pages_of
 from tiered_kv.planner import Planner
 from tiered_kv.slots import SlotPool
 
@@ -172,9 +172,7 @@ def test_what_host_gives_up_goes_to_disk_and_only_then_is_its_slot_filled() -> N
     rig.put(chain("a", "b"))
     flight = rig.begin_put(chain("c", "d"))
     assert flight is not None
-    assert [move.after for move in flight.plan.store] == [
-        move.page for move in reversed(flight.plan.demote)
-    ]
+    assert [move.after for move in flight.plan.store] == pages_of(flight.plan.demote)
     assert all(move.leaves for move in flight.plan.demote)
     rig.land(flight)
     assert rig.tiers_of(*"abcd") == ["hbm+disk", "hbm+disk", "hbm+host", "hbm+host"]

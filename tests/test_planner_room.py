@@ -75,3 +75,33 @@ def test_a_conversation_longer_than_host_is_stored_on_disk() -> None:
     assert len(planner.index.match(keys)) == 40
     assert disk.resident >= 40 - 6
     assert planner.index.check(lambda: True) == []
+
+
+def test_pages_are_written_root_first_with_those_above_that_are_not_on_disk() -> None:
+    planner = planner_of(hbm=64, host=64, disk=64)
+    keys = chain(20)
+    put(planner, keys)
+    pages = [planner.index.find(key) for key in keys]
+    assert planner.room.root_first(pages[::-1]) == pages, "in columns"
+    assert planner.room.root_first(pages[3:6]) == pages[:6], "one after the other"
+    planner.carry_out(planner.plan_flush(pages[:8]))
+    assert planner.room.root_first(pages[:7:-1]) == pages[8:]
+    assert planner.room.root_first([pages[10], pages[9]]) == pages[8:11]
+    assert planner.room.root_first([]) == []
+
+
+def test_slots_of_what_left_are_in_order_and_none_was_given_back_in_between() -> None:
+    """Pages leave children first, but are copied faster where they stand side by side."""
+    slots = {"hbm": SlotPool(8), "host": SlotPool(4)}
+    planner = Planner(slots, {"hbm": 8, "host": 4})
+    put(planner, chain(4))
+    others = KeyChain([PageKey(bytes([page]) * 32) for page in range(100, 104)])
+    at = planner.room.exactly("hbm", 4)
+    assert at == [4, 5, 6, 7]
+    plan = planner.plan_put(others, at)
+    assert [move.target_slot for move in plan.store] == [0, 1, 2, 3]
+    assert (slots["host"].used, planner.room.free_pages["host"]) == (4, 0)
+    planner.carry_out(plan)
+    assert planner.room.exactly("hbm", 4) == [0, 1, 2, 3]
+    assert (slots["hbm"].used, planner.room.free_pages["hbm"]) == (8, 0)
+    assert planner.index.check() == []

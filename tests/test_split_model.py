@@ -45,7 +45,7 @@ class _Faults:
         self._break(rank.hbm, "write_layers", "fill")
         self._break(rank.hbm, "read", "store")
         assert rank.disk is not None
-        self._break(rank.disk, "write", "write")
+        self._break(rank.disk, "begin_write", "write")
         self._spoil(rank.disk)
 
     def _is_due(self, kind: str) -> bool:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tiered_kv.streams import (
+    Ahead,
     Event,
     HalvesStream,
     Stream,
@@ -281,16 +282,30 @@ class Diary:
 def test_the_next_halves_begin_before_the_first_has_ended(halves: HalvesStream) -> None:
     diary, gate = Diary(), threading.Event()
     halves.submit(lambda: assert_set(gate))
-    done = [halves.submit_halves(diary.halves(number), 1) for number in range(4)]
+    done = [halves.submit_halves(diary.halves(number), Ahead(1)) for number in range(4)]
     gate.set()
     assert all(event.wait(PATIENCE_S) for event in done)
     wanted = "begin 0, begin 1, end 0, begin 2, end 1, begin 3, end 2, end 3"
     assert ", ".join(diary.events) == wanted
 
 
+def test_no_more_bytes_are_begun_ahead_than_the_work_says(halves: HalvesStream) -> None:
+    """Loads wait for the room that demotions leave: a small one does not wait for large ones."""
+    diary, gate = Diary(), threading.Event()
+    halves.submit(lambda: assert_set(gate))
+    done = [
+        halves.submit_halves(diary.halves(n_bytes), Ahead(8, 10 - n_bytes), n_bytes=n_bytes)
+        for n_bytes in (1, 2, 3, 7, 12, 4)
+    ]
+    gate.set()
+    assert all(event.wait(PATIENCE_S) for event in done)
+    wanted = "begin 1, begin 2, begin 3, end 1, end 2, begin 7, end 3, end 7, begin 12, end 12"
+    assert ", ".join(diary.events) == f"{wanted}, begin 4, end 4"
+
+
 def test_halves_end_when_nothing_else_is_queued(halves: HalvesStream) -> None:
     diary = Diary()
-    assert halves.submit_halves(diary.halves(0), 8).wait(PATIENCE_S)
+    assert halves.submit_halves(diary.halves(0), Ahead(8)).wait(PATIENCE_S)
     assert diary.events == ["begin 0", "end 0"]
 
 
@@ -298,7 +313,7 @@ def test_work_in_one_piece_comes_when_all_that_was_begun_has_ended(halves: Halve
     diary, gate = Diary(), threading.Event()
     halves.submit(lambda: assert_set(gate))
     for number in range(2):
-        halves.submit_halves(diary.halves(number), 8)
+        halves.submit_halves(diary.halves(number), Ahead(8))
     seen: list[list[str]] = []
     done = halves.submit(lambda: seen.append(list(diary.events)))
     gate.set()
@@ -308,8 +323,8 @@ def test_work_in_one_piece_comes_when_all_that_was_begun_has_ended(halves: Halve
 
 def test_halves_wait_for_their_events(halves: HalvesStream) -> None:
     diary, event = Diary(), Event()
-    late = halves.submit_halves(diary.halves(0), 1, [event])
-    assert halves.submit_halves(diary.halves(1), 1).wait(PATIENCE_S)
+    late = halves.submit_halves(diary.halves(0), Ahead(1), [event])
+    assert halves.submit_halves(diary.halves(1), Ahead(1)).wait(PATIENCE_S)
     assert not late.is_fired
     event.fire()
     assert late.wait(PATIENCE_S)
@@ -325,8 +340,8 @@ def test_a_half_that_breaks_ends_neither_the_stream_nor_those_who_wait(
     def breaks() -> None:
         raise RuntimeError("the second half")
 
-    assert halves.submit_halves(broken, 1).wait(PATIENCE_S)
-    assert halves.submit_halves(lambda: breaks, 1).wait(PATIENCE_S)
+    assert halves.submit_halves(broken, Ahead(1)).wait(PATIENCE_S)
+    assert halves.submit_halves(lambda: breaks, Ahead(1)).wait(PATIENCE_S)
     halves.synchronize()
     said = [str(record.exc_info[1]) for record in caplog.records if record.exc_info]
     assert said == ["the first half", "the second half"]
@@ -337,7 +352,7 @@ def test_close_ends_all_that_was_begun() -> None:
     halves = HalvesStream("under-test")
     halves.submit(lambda: assert_set(gate))
     for number in range(3):
-        halves.submit_halves(diary.halves(number), 8)
+        halves.submit_halves(diary.halves(number), Ahead(8))
     gate.set()
     halves.close()
     assert diary.events[3:] == ["end 0", "end 1", "end 2"]

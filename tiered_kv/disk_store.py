@@ -27,7 +27,8 @@ from tiered_kv.plan import DISK
 from tiered_kv.room import Room
 from tiered_kv.storage.base import PageBuffer
 from tiered_kv.storage.disk import DiskTier
-from tiered_kv.storage.disk.parts import PartedPage
+from tiered_kv.storage.disk.parts import PageParts, PartedPage, pieces
+from tiered_kv.tier_index import RESIDENT
 
 PageBytes: TypeAlias = "PageBuffer | memoryview | Sequence[PageBuffer | memoryview]"
 """A page as a caller has it: one contiguous row of bytes, or parts that follow one another."""
@@ -37,11 +38,11 @@ _log = logging.getLogger(__name__)
 
 
 class _Found(NamedTuple):
-    """A page that a `get` reads: where it stands in the call, in the index, on disk."""
+    """Pages that a `get` reads, in columns: their places in the call, in the index, on disk."""
 
-    position: int
-    page: int
-    slot: int
+    positions: list[int]
+    pages: list[int]
+    slots: list[int]
 
 
 @dataclass(slots=True)
@@ -100,7 +101,7 @@ class DiskStore:
             size: bytes, a bound on all the directory takes. May grow from one opening to the next.
             page_bytes: of every page; a multiple of 4096 is fastest.
             fingerprint: of what the pages mean (model, dtype, layout); must be what it was.
-            io_threads: reads under way at once.
+            io_threads: reads of up to 4 MiB under way at once; as many more are queued behind them.
             policy: as for the class.
 
         Raises:
@@ -194,10 +195,10 @@ class DiskStore:
                 found = self._pin(keys)
             began = time.monotonic()
             try:
-                wanted = [parts[position] for position, _, _ in found]
-                outcomes = self._tier.read([slot for _, _, slot in found], wanted)
+                wanted = [parts[position] for position in found.positions]
+                outcomes = self._tier.read(found.slots, wanted)
             except BaseException:
-                self._unpin(found, [None] * len(found))
+                self._unpin(found, [None] * len(found.pages))
                 raise
             self._unpin(found, outcomes)
             return self._count(keys, found, outcomes, time.monotonic() - began)
@@ -283,46 +284,46 @@ class DiskStore:
                 self._under_way -= 1
                 self._changed.notify_all()
 
-    def _check(self, keys: Sequence[PageKey], pages: Sequence[Sequence[PageBuffer]]) -> None:
+    def _check(self, keys: Sequence[PageKey], pages: Sequence[PageParts]) -> None:
         if len(keys) != len(pages):
             raise ValueError(f"{len(pages)} pages for {len(keys)} keys: they must be one to one")
-        for parts in pages:
-            n_bytes = sum(part.nbytes for part in parts)
+        for page in pages:
+            if isinstance(page, np.ndarray):
+                n_bytes = page.nbytes
+            else:
+                n_bytes = sum(part.nbytes for part in page)
             if n_bytes != self.page_bytes:
                 raise ValueError(f"a page has {self.page_bytes} bytes, not {n_bytes}")
 
     def _is_here(self, page: int) -> bool:
         return page >= 0 and self._disk.is_resident(page)
 
-    def _pin(self, keys: Sequence[PageKey]) -> list[_Found]:
+    def _pin(self, keys: Sequence[PageKey]) -> _Found:
         """What is here, pinned and marked as used; the slots are its own until `_unpin`."""
-        ids = [self._index.find(key) for key in keys]
-        found = [
-            _Found(position, page, self._disk.slot[page])
-            for position, page in enumerate(ids)
-            if self._is_here(page)
-        ]
-        pages = [page for _, page, _ in found]
+        known = [(at, page) for at, page in enumerate(map(self._index.find, keys)) if page >= 0]
+        states = self._disk.states([page for _, page in known])
+        here = [one for one, state in zip(known, states, strict=True) if state == RESIDENT]
+        pages = [page for _, page in here]
         self._index.pin(self._disk, pages)
         self._index.touch(pages)
-        return found
+        return _Found([position for position, _ in here], pages, self._disk.slots(pages))
 
-    def _unpin(self, found: Sequence[_Found], outcomes: Sequence[TieredKVError | None]) -> None:
+    def _unpin(self, found: _Found, outcomes: Sequence[TieredKVError | None]) -> None:
         with self._changed:
-            for (_, page, _), outcome in zip(found, outcomes, strict=True):
+            for page, outcome in zip(found.pages, outcomes, strict=True):
                 if outcome is not None:
                     self._drop([page], _reason(outcome))
-            self._room.free(DISK, self._index.unpin(self._disk, [page for _, page, _ in found]))
+            self._room.free(DISK, self._index.unpin(self._disk, found.pages))
 
     def _count(
         self,
         keys: Sequence[PageKey],
-        found: Sequence[_Found],
+        found: _Found,
         outcomes: Sequence[TieredKVError | None],
         seconds: float,
     ) -> list[bool]:
         came = [False] * len(keys)
-        for (position, _, _), outcome in zip(found, outcomes, strict=True):
+        for position, outcome in zip(found.positions, outcomes, strict=True):
             came[position] = outcome is None
             if outcome is not None:
                 self._complain(f"a page is lost: {outcome}")
@@ -392,12 +393,13 @@ class DiskStore:
         page = -1 if key is None else self._index.find(key)
         return page if page >= 0 and self._disk.state[page] else -1
 
-    def _write(self, share: _Share, rows: dict[PageKey, Sequence[PageBuffer]]) -> None:
+    def _write(self, share: _Share, rows: dict[PageKey, PageParts]) -> None:
         """Write what was taken; whatever happens, the index hears how it ended."""
         with self._changed:
             keys, parents = self._index.links([page for page, _ in share.new.values()])
         pages = [
-            PartedPage(key, above, rows[key]) for key, above in zip(keys, parents, strict=True)
+            PartedPage(key, above, pieces(rows[key]))
+            for key, above in zip(keys, parents, strict=True)
         ]
         is_written = False
         try:
@@ -469,8 +471,11 @@ def _reason(error: TieredKVError) -> str:
     return "corrupt" if isinstance(error, CorruptPageError) else "failed"
 
 
-def _parts(page: PageBytes) -> list[PageBuffer]:
-    whole = [page] if isinstance(page, np.ndarray | memoryview) else page
+def _parts(page: PageBytes) -> PageParts:
+    if isinstance(page, np.ndarray):
+        return page
+    if isinstance(page, memoryview):
+        return np.frombuffer(page, np.uint8)
     return [
-        np.frombuffer(part, np.uint8) if isinstance(part, memoryview) else part for part in whole
+        np.frombuffer(part, np.uint8) if isinstance(part, memoryview) else part for part in page
     ]

@@ -22,7 +22,7 @@ class Guard:
         only_copies_may_go: they will live on elsewhere.
     """
 
-    __slots__ = ("_kept", "_nodes", "_only_copies_may_go", "_others", "_tier")
+    __slots__ = ("_kept", "_nodes", "_only_copies_may_go", "_others", "_pins", "_state", "_tier")
 
     def __init__(
         self,
@@ -33,6 +33,7 @@ class Guard:
         only_copies_may_go: bool,
     ) -> None:
         self._tier = tier
+        self._pins, self._state = tier.pins, tier.state
         self._nodes = nodes
         self._others = [other.state for other in others]
         self._only_copies_may_go = only_copies_may_go
@@ -40,8 +41,7 @@ class Guard:
 
     def holds(self, page: int) -> bool:
         """Whether a page must stay; if not, it is let go."""
-        tier = self._tier
-        if tier.pins[page] or tier.state[page] != RESIDENT:
+        if self._pins[page] or self._state[page] != RESIDENT:
             return True
         for other in self._others:
             if other[page]:
@@ -49,7 +49,8 @@ class Guard:
                 return False
         if self._only_copies_may_go:
             return False
-        return self._nodes.children_of[page] - tier.children[page] + self._kept.get(page, 0) > 0
+        children = self._nodes.children_of[page] - self._tier.children[page]
+        return children + self._kept.get(page, 0) > 0
 
     def lets_go(self, run: Array) -> int:
         """How many of the first pages of a run may go, one after the other; they are let go.

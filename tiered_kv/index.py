@@ -259,7 +259,7 @@ class Index(Nodes):
         nowhere = self._nowhere
         if not nowhere:
             return
-        if len(pages) >= FEW and self._forget_all(pages):
+        if len(pages) >= FEW and nowhere.issuperset(pages) and self._forget_all(pages):
             return
         children_of, parent_of, keys, ids = self.children_of, self.parent_of, self._keys, self._ids
         is_held = self._is_held
@@ -276,14 +276,37 @@ class Index(Nodes):
                     children_of[parent] -= 1
                 page = parent
 
+    def _drop(self, pages: Sequence[int]) -> None:
+        """`forget` pages that have left their last tier just now; note those that must stay."""
+        if len(pages) >= FEW and self._forget_all(pages):
+            return
+        if any(tier.doomed or any(map(tier.pins.__getitem__, pages)) for tier in self.tiers):
+            self._nowhere.update(pages)
+            self.forget(pages)
+            return
+        children_of, parent_of, keys, ids = self.children_of, self.parent_of, self._keys, self._ids
+        for page in pages:
+            if children_of[page]:
+                self._nowhere.add(page)
+                continue
+            ids.pop(keys[page], None)  # type: ignore[arg-type]
+            keys[page] = None
+            if self.favours:
+                self.favours.pop(page, None)
+            self._free_ids.append(page)
+            parent = parent_of[page]
+            if parent >= 0:
+                children_of[parent] -= 1
+                if parent in self._nowhere:
+                    self.forget([parent])
+
     def _forget_all(self, pages: Collection[int]) -> bool:
         """`forget` in columns: of pages, each once, that hang together and are all to be dropped.
 
         Returns False, and nothing has changed, where one of them must stay.
         """
         at = numbers(pages)
-        held = any(array_of(tier.pins)[at].any() or tier.doomed for tier in self.tiers)
-        if held or not self._nowhere.issuperset(pages):
+        if any(array_of(tier.pins)[at].any() or tier.doomed for tier in self.tiers):
             return False
         parents = array_of(self.parent_of)[at]
         parents = parents[parents >= 0]
@@ -292,13 +315,14 @@ class Index(Nodes):
         if children[at].any():  # of others, that stay
             np.add.at(children, parents, np.int32(1))
             return False
-        self._nowhere.difference_update(pages)
         _run_through(map(self._ids.pop, self.keys(pages), repeat(None)))
         _run_through(map(self._keys.__setitem__, pages, repeat(None)))
         if self.favours:
             _run_through(map(self.favours.pop, pages, repeat(None)))
         self._free_ids += pages
-        self.forget({*parents[children[parents] == 0].tolist()} & self._nowhere)
+        if self._nowhere:
+            self._nowhere.difference_update(pages)
+            self.forget({*parents[children[parents] == 0].tolist()} & self._nowhere)
         return True
 
     def _is_held(self, page: int) -> bool:
@@ -358,12 +382,11 @@ class Index(Nodes):
         tier.policy.remove(pages)
         gone = self._in_no_tier(pages)
         if gone:
-            self._nowhere.update(gone)
             self._remember(self.keys(gone), reason)
-            self.forget(gone)
+            self._drop(gone)
         return slots
 
-    def _in_no_tier(self, pages: Sequence[int]) -> list[int]:
+    def _in_no_tier(self, pages: Sequence[int]) -> Sequence[int]:
         if len(pages) < FEW:
             gone = list(pages)
             for tier in self.tiers:
@@ -372,15 +395,17 @@ class Index(Nodes):
             return gone
         left = numbers(pages)
         for tier in self.tiers:
-            left = left[array_of(tier.state)[left] == ABSENT]
-        found: list[int] = left.tolist()
+            is_absent = array_of(tier.state)[left] == ABSENT
+            left = left if is_absent.all() else left[is_absent]
+        found: Sequence[int] = pages if len(left) == len(pages) else left.tolist()
         return found
 
     def _remember(self, keys: Sequence[PageKey], reason: str) -> None:
         ghosts = self._ghosts
-        for key in list(filter(ghosts.__contains__, keys)):
-            del ghosts[key]  # to stand at the end again
-        ghosts.update(dict.fromkeys(keys, reason))
+        if not ghosts.keys().isdisjoint(keys):
+            for key in list(filter(ghosts.__contains__, keys)):
+                del ghosts[key]  # to stand at the end again
+        ghosts.update(zip(keys, repeat(reason)))
         too_many = len(ghosts) - GHOST_PAGES
         if too_many >= GHOSTS_DROPPED:
             for key in list(islice(ghosts, too_many)):
@@ -404,7 +429,7 @@ class Index(Nodes):
         self.hang(pages, parent)
         self._ids.update(zip(keys, pages, strict=True))
         self._nowhere.update(pages)
-        if self._ghosts:
+        if not self._ghosts.keys().isdisjoint(keys):
             for key in list(filter(self._ghosts.__contains__, keys)):
                 del self._ghosts[key]
         return pages

@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 
 from tiered_kv.errors import TieredKVError, TierIOError
 from tiered_kv.keys import PageKey
-from tiered_kv.plan import DISK, HBM, HOST, Move, Plan
+from tiered_kv.plan import DISK, HBM, HOST, Move, Plan, target_slots_of
 from tiered_kv.storage.base import Page, PageBuffer, Tier
 
 _REMEMBERED = 65_536  # writes that failed
@@ -41,15 +42,23 @@ class DiskSlots:
         for slot in held:
             self._local[slot] = -1
 
-    def write(self, slots: Sequence[int], pages: Sequence[Page]) -> None:
-        """As `Tier.write`, which may be called at once by one thread only."""
+    def begin_write(self, slots: Sequence[int], pages: Sequence[Page]) -> Callable[[], None]:
+        """As `Tier.begin_write`; both halves are called by one thread only."""
         local = self._tier.reserve(len(slots))
         if local is None:
             raise TierIOError(
                 f"no room for {len(slots)} pages on this rank's disk", tier=DISK, errno=errno.ENOSPC
             )
         try:
-            self._tier.write(local, pages)
+            end = self._tier.begin_write(local, pages)
+        except BaseException:
+            self._tier.free(local)
+            raise
+        return partial(self._end_write, slots, local, end)
+
+    def _end_write(self, slots: Sequence[int], local: list[int], end: Callable[[], None]) -> None:
+        try:
+            end()
         except BaseException:
             self._tier.free(local)
             raise
@@ -86,10 +95,16 @@ class Manifest:
         self._unwritten: set[PageKey] = set()
 
     def expect(self, plan: Plan) -> None:
-        """A plan has been received: host slots it will fill hold nothing from now on."""
+        """A plan has been received: slots it will fill hold nothing from now on.
+
+        Host slots that a demotion leaves do so till then. A disk slot may be that of a page the
+        planner has given up for this one: of that it says nothing else.
+        """
         for move in plan.load + plan.store:
             if move.target == HOST and move.after < 0:
                 self._host[move.target_slot] = None
+        if self._disk is not None:
+            self._disk.release([*target_slots_of(plan.demote), *target_slots_of(plan.write)])
 
     def outcome(self, plan: Plan) -> tuple[dict[int, str], dict[int, str]]:
         """(lost, bad) of an ended plan by position in its moves; forgotten here by that."""

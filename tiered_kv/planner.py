@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import compress, repeat
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,7 +34,7 @@ from tiered_kv.plan import (
     pages_of,
     steps_of,
 )
-from tiered_kv.room import Grants, Room, Slots, moves_of
+from tiered_kv.room import Room, Slots, moves_of
 from tiered_kv.tier_index import ABSENT, RESIDENT
 
 
@@ -230,13 +231,14 @@ class Planner(Ledger):
                 misses=tuple(draft.misses.items()),
                 not_stored=len(keys),
             )
-        pages, slots = Numbers(self.index.add(keys, parent)), Numbers(slots)
-        bind, spare = self._bind(pages, slots)
+        given = _Given(Numbers(self.index.add(keys, parent)), Numbers(slots), keys)
+        pages = given.pages
+        bind, spare = self._bind(given)
         self.index.touch(pages)
         with self._kept_on_disk(pages):  # room is made from the bottom: not by what is put itself
-            store = self._stores(pages, slots, draft)
+            store = self._stores(given, draft, are_bound=len(bind) == len(pages))
             write = self._writes(pages_of(store), draft) if self._write_through else ()
-        on_host = self._host.states(pages)
+        on_host = b"" if pages_of(store) is pages else self._host.states(pages)
         not_stored = sum(
             not state and not self.is_below_hbm(page)
             for page, state in zip(pages, on_host if 0 in on_host else b"", strict=False)
@@ -244,7 +246,7 @@ class Planner(Ledger):
         self.index.forget(pages[::-1])
         return Plan(
             pages=tuple(pages),
-            slots=tuple(slots),
+            slots=tuple(given.slots),
             demote=steps_of(draft.demote),
             bind=steps_of(bind),
             store=steps_of(store),
@@ -262,20 +264,27 @@ class Planner(Ledger):
         on_disk = [page for page, state in zip(pages, states, strict=True) if state]
         return self.room.held(disk, on_disk)
 
-    def _bind(self, pages: list[int], slots: Sequence[int]) -> tuple[Sequence[Move], list[int]]:
+    def _bind(self, given: _Given) -> tuple[Sequence[Move], list[int]]:
         """Pages enter HBM where the caller has put them; slots of pages already there are spare."""
         if self._hbm is None:
             return [], []
+        pages, slots, _ = given
         bound, at_slots, spare = _absent(self._hbm, pages), slots, list[int]()
         if len(bound) < len(pages):
             new = set(bound)
             at_slots = [slot for page, slot in zip(pages, slots, strict=True) if page in new]
             spare = [slot for page, slot in zip(pages, slots, strict=True) if page not in new]
         self.index.begin(self._hbm, bound, at_slots)
-        return moves_of(self.index, bound, HBM, HBM, at_slots), spare
+        way = HBM, at_slots, HBM, at_slots
+        return Moves(bound, *given.links(bound, self.index), way, waits=[True] * len(bound)), spare
 
-    def _stores(self, pages: list[int], slots: Sequence[int], draft: Draft) -> Moves:
-        """Copies HBM -> host of the pages not there, parents first, as far as host has room."""
+    def _stores(self, given: _Given, draft: Draft, *, are_bound: bool) -> Moves:
+        """Copies HBM -> host of the pages not there, parents first, as far as host has room.
+
+        Args:
+            are_bound: every page given stands in HBM in the slot given with it.
+        """
+        pages = given.pages
         ancestors = self._unstored_ancestors(pages[0] if pages else -1)
         path = Numbers(ancestors + pages) if ancestors else pages
         wanted = _absent(self._host, path)
@@ -283,37 +292,29 @@ class Planner(Ledger):
         grants = self.room.on_host(len(wanted), draft, below=above)
         stored = wanted if len(grants.slots) == len(wanted) else wanted[: len(grants.slots)]
         self.index.begin(self._host, stored, grants.slots)
-        return self._store_moves(stored, dict(zip(pages, slots, strict=True)), grants, draft)
-
-    def _store_moves(
-        self, pages: list[int], given: dict[int, int], grants: Grants, draft: Draft
-    ) -> Moves:
-        """From the slots given, or from where HBM has a page; the copies there are pinned."""
-        sources = list(map(given.get, pages, repeat(-1)))
-        waits = [False] * len(pages)
+        if are_bound and stored is pages:  # mostly
+            sources, waits, held = given.slots, [True] * len(pages), pages
+        else:
+            sources, waits, held = self._store_sources(stored, given)
         if self._hbm is not None:
-            in_hbm = self._hbm.slots(pages)
-            if sources == in_hbm and -1 not in in_hbm:  # mostly
-                held, waits = pages, [True] * len(pages)
-            else:
-                held = [page for page, bound in zip(pages, in_hbm, strict=True) if bound >= 0]
-                waits = [  # bound there by this plan; others stand in a spare slot
-                    slot == bound >= 0 for slot, bound in zip(sources, in_hbm, strict=True)
-                ]
-                sources = [
-                    bound if slot < 0 else slot for slot, bound in zip(sources, in_hbm, strict=True)
-                ]
             self.index.pin(self._hbm, held)
             draft.pin(HBM, held)
-        keys, parents = self.index.links(pages)
-        return Moves(
-            pages,
-            keys,
-            parents,
-            (HBM, sources, HOST, grants.slots),
-            waits=waits,
-            after=grants.after,
-        )
+        way = HBM, sources, HOST, grants.slots
+        links = given.links(stored, self.index)
+        return Moves(stored, *links, way, waits=waits, after=grants.after)
+
+    def _store_sources(
+        self, pages: list[int], given: _Given
+    ) -> tuple[list[int], list[bool], list[int]]:
+        """The slots given, or where HBM has a page; which of these await it; what to pin there."""
+        sources = list(map(dict(zip(*given[:2], strict=True)).get, pages, repeat(-1)))
+        if self._hbm is None:
+            return sources, [False] * len(pages), []
+        in_hbm = self._hbm.slots(pages)
+        held = [page for page, bound in zip(pages, in_hbm, strict=True) if bound >= 0]
+        pairs = list(zip(sources, in_hbm, strict=True))
+        waits = [slot == bound >= 0 for slot, bound in pairs]  # else bound before, in another slot
+        return [bound if slot < 0 else slot for slot, bound in pairs], waits, held
 
     def _unstored_ancestors(self, page: int) -> list[int]:
         """Pages above one that are in HBM alone: they found no room before and are tried again."""
@@ -380,6 +381,23 @@ class Planner(Ledger):
         self.index.restore(self.index.by_name[tier], rooted)
         self.room.free(tier, orphans)
         return orphans
+
+
+class _Given(NamedTuple):
+    """What a put gives: pages, and for each its HBM slot and its key."""
+
+    pages: list[int]
+    slots: list[int]
+    keys: KeyChain
+
+    def links(
+        self, pages: list[int], index: Index
+    ) -> tuple[Sequence[PageKey], Sequence[PageKey | None]]:
+        """As `Index.links`, which need not be asked for all of the pages given."""
+        if pages is self.pages:
+            keys = list(self.keys)
+            return keys, [self.keys.parent, *keys[:-1]]
+        return index.links(pages)
 
 
 def by_source(pages: list[int], sources: list[str]) -> list[tuple[str, list[int]]]:

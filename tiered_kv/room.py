@@ -11,15 +11,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import compress
-from operator import not_
+from operator import not_, or_
 from typing import NamedTuple, Protocol
 
-import numpy as np
-
-from tiered_kv.columns import FEW, Numbers, array_of, numbers
+from tiered_kv.columns import Numbers
 from tiered_kv.index import Index, TierIndex
 from tiered_kv.plan import DISK, HOST, Draft, Moves
-from tiered_kv.tier_index import ABSENT, RESIDENT
+from tiered_kv.tier_index import RESIDENT
 
 
 class Slots(Protocol):
@@ -113,8 +111,7 @@ class Room:
         victims = self._victims(tier, missing, keep) if missing > 0 else []
         if len(victims) < missing:
             return None
-        self.free(name, self._index.evict(tier, victims))
-        return self.reserve_free(name, n)
+        return self.reserve_free(name, n) + sorted(self._index.evict(tier, victims))
 
     def on_host(self, n: int, draft: Draft, *, below: int = -1) -> Grants:
         """Up to n host slots; adds to the draft the demotions that free them.
@@ -135,7 +132,7 @@ class Room:
             grants.add(*self._demote(host, missing, draft))
         keep = [below] if below >= 0 and host.state[below] else []
         victims = self._victims(host, n - len(grants.slots), keep)
-        grants.add(self._index.evict(host, victims))
+        grants.add(sorted(self._index.evict(host, victims)))  # side by side: copied faster
         return grants
 
     @contextmanager
@@ -165,7 +162,8 @@ class Room:
         demote = self.write(slots, draft, leaving=set(victims))
         draft.demote = [*draft.demote, *demote] if draft.demote else demote
         freed = index.evict(host, victims)
-        return Grants(freed, [page if page in slots else -1 for page in victims])
+        after = [page if page in slots else -1 for page in victims]
+        return Grants(freed[::-1], after[::-1])  # mostly side by side so: copied faster
 
     def _demotable(self, host: TierIndex, n: int) -> list[int]:
         """Up to n pages that host would give up if they live on on disk, and that can."""
@@ -189,9 +187,9 @@ class Room:
         Not one with an ancestor in HBM alone, or a hole, or whose copy on disk was found bad and is
         still being read.
         """
-        index, disk, host = self._index, self._index.by_name[DISK], self._index.by_name[HOST]
-        if len(pages) >= FEW and self._are_durable(pages):
+        if self._are_durable(pages):
             return pages
+        index, disk, host = self._index, self._index.by_name[DISK], self._index.by_name[HOST]
         known: dict[int, bool] = {-1: True}
         for page in pages:
             path = []
@@ -205,16 +203,20 @@ class Room:
         return [page for page in pages if known.get(page, True)]
 
     def _are_durable(self, pages: Sequence[int]) -> bool:
-        """Whether all are on disk, or on host and the child of such a page: mostly so."""
+        """Whether all of them and of their ancestors are on disk, or on host: mostly so."""
         index, disk, host = self._index, self._index.by_name[DISK], self._index.by_name[HOST]
-        at = numbers(pages)
-        disk_state, host_state = array_of(disk.state), array_of(host.state)
-        is_named = np.zeros(len(disk_state), np.bool_)  # only what is used of it becomes memory
-        is_named[at] = True
-        parents = array_of(index.parent_of)[at]
-        is_there = (parents < 0) | is_named[parents] | (disk_state[parents] != ABSENT)
-        is_fit = (disk_state[at] != ABSENT) | (is_there & (host_state[at] != ABSENT))
-        return not disk.doomed and bool(is_fit.all())
+        on_host = host.states(pages)
+        if disk.doomed or not (all(on_host) or all(map(or_, on_host, disk.states(pages)))):
+            return False
+        parent_of, seen = index.parent_of, set[int]()
+        for run in index.runs(pages):
+            page = parent_of[run[-1]]
+            while page >= 0 and page not in seen and not disk.state[page]:
+                if not host.state[page]:
+                    return False
+                seen.add(page)
+                page = parent_of[page]
+        return True
 
     def write_slots(self, pages: Sequence[int], keep: Sequence[int] = ()) -> dict[int, int] | None:
         """Disk slots for pages, all `durable`, and their ancestors that are not there, root first.
@@ -222,10 +224,13 @@ class Room:
         No page of `keep` leaves disk for them. None, and nothing changed, if disk cannot make that
         room without orphaning or unpinning a page.
         """
-        in_columns = self._whole_paths(pages) if len(pages) >= FEW else None
-        order, below = in_columns or self._paths(pages)
+        order, below = self._paths(pages)
         slots = self._exactly(DISK, len(order), [*keep, *below])
         return None if slots is None else dict(zip(order, slots, strict=True))
+
+    def root_first(self, pages: Sequence[int]) -> list[int]:
+        """Pages, all `durable`, and their ancestors that are not on disk: as they are written."""
+        return list(self._paths(pages)[0])
 
     def _paths(self, pages: Sequence[int]) -> tuple[Collection[int], list[int]]:
         """Pages with their ancestors that are not on disk, root first; what is there above them.
@@ -235,8 +240,9 @@ class Room:
         parent_of, state = self._index.parent_of, self._index.by_name[DISK].state
         order: dict[int, None] = {}
         below: list[int] = []
-        for page in pages:
-            path = []
+        for run in self._index.runs(pages):
+            page = parent_of[run[-1]]
+            path = list(run)
             while page >= 0 and not state[page] and page not in order:
                 path.append(page)
                 page = parent_of[page]
@@ -244,20 +250,6 @@ class Room:
             if page >= 0 and state[page]:
                 below.append(page)
         return order, below
-
-    def _whole_paths(self, pages: Sequence[int]) -> tuple[list[int], list[int]] | None:
-        """`_paths` in columns: of pages, each once, that stand deepest first in whole paths."""
-        at, states = numbers(pages), array_of(self._index.by_name[DISK].state)
-        parents = array_of(self._index.parent_of)[at]
-        is_first = np.append(parents[:-1] != at[1:], True)  # of its path; the next is another's
-        above = parents[is_first]
-        above = above[above >= 0]
-        if states[at].any() or not states[above].all():
-            return None
-        ends = np.flatnonzero(is_first)
-        begins = np.append(0, ends[:-1] + 1)
-        places = np.repeat(begins + ends, ends - begins + 1) - np.arange(len(at))
-        return at[places].tolist(), above.tolist()
 
     def write(self, slots: dict[int, int], draft: Draft, *, leaving: Collection[int] = ()) -> Moves:
         """Copies of host pages to disk, in the order of `slots`: page -> disk slot.

@@ -6,10 +6,10 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
-from tiered_kv.errors import CorruptPageError, TierIOError
+from tiered_kv.errors import CorruptPageError
 from tiered_kv.kernels.page_copy.rows import Rows
 from tiered_kv.keys import PageKey
 from tiered_kv.mover import (
@@ -17,6 +17,7 @@ from tiered_kv.mover import (
     DEMOTE_BATCH_BYTES,
     LOAD_BATCH_BYTES,
     LOADS_AHEAD,
+    PREFETCHES_AHEAD,
     WRITE_BATCH_BYTES,
     Mover,
 )
@@ -26,6 +27,7 @@ from tiered_kv.plan import (
     HOST,
     Move,
     Moves,
+    Steps,
     afters_of,
     in_motion,
     keys_of,
@@ -36,12 +38,9 @@ from tiered_kv.plan import (
     waiting,
     where,
 )
-from tiered_kv.storage.base import Page
 from tiered_kv.streams import Event, Stream, when_all
-from tiered_kv.tasks import Batch, LoadTask, Task
+from tiered_kv.tasks import Batch, HalvesTask, Task
 from tiered_kv.transfer import Transfer
-
-_NEW_PAGE: Callable[[tuple[Any, ...]], Page] = partial(tuple.__new__, Page)  # half of Page(...)
 
 
 class Run:
@@ -75,17 +74,32 @@ class Run:
         self._ready = list(ready)
         self._device_event = device_event
         self._on_settled = on_settled
-        self._position = dict(zip(self._plan.pages, range(len(self._plan.pages)), strict=True))
-        self._counting: dict[int, str] = {}  # page -> the tier it counts in: that of its last move
-        for step in (self._plan.load, self._plan.fill, self._plan.store, self._plan.write):
-            if step:
-                self._counting.update(dict.fromkeys(pages_of(step), step[0].target))
+        self._last = next((step for step in self._steps()[::-1] if step), ())
+        # Nearly always every page counts where the last step brings it.
+        self._is_whole = pages_of(self._last) == list(self._plan.pages)
         demote = self._plan.demote
         self._demoted = dict(zip(pages_of(demote), keys_of(demote), strict=True))
         self._joined: set[PageKey] = set()  # pages that others bring
         self._unknown = 0  # fill batches whose sources may still fail
         self._layer_left: list[int] = []
         self._layer_marks: list[list[Any]] = []
+
+    def _steps(self) -> tuple[Steps, ...]:
+        """The moves that bring pages of the plan where they count: each page the last that does."""
+        return self._plan.load, self._plan.fill, self._plan.store, self._plan.write
+
+    @cached_property
+    def _position(self) -> dict[int, int]:
+        """Page -> where it stands in the plan."""
+        return {page: at for at, page in enumerate(self._plan.pages)}
+
+    @cached_property
+    def _counting(self) -> dict[int, str]:
+        """Page -> the tier it counts in: that of its last move."""
+        counting: dict[int, str] = {}
+        for step in filter(None, self._steps()):
+            counting.update(dict.fromkeys(pages_of(step), step[0].target))
+        return counting
 
     def start(self) -> None:
         """Queue everything; returns at once. Called under the lock that planned it."""
@@ -96,11 +110,12 @@ class Run:
         self._join({move.key for move in waits if mover.arrivals.event(move.source, move.key)})
         bound = Event()
         on_hbm = [*self._fill_tasks(), *self._store_tasks(bound)]
-        tasks: list[Task | LoadTask] = [
-            *self._write_tasks(plan.demote, DEMOTE_BATCH_BYTES),
-            *self._load_tasks(),
+        ahead = LOADS_AHEAD if plan.fill else PREFETCHES_AHEAD
+        tasks: list[Task | HalvesTask] = [
+            *mover.write_tasks(plan.demote, DEMOTE_BATCH_BYTES, self._begin_write),
+            *mover.load_tasks(plan.load, LOAD_BATCH_BYTES, ahead, self._begin_load),
             *on_hbm,
-            *self._write_tasks(plan.write, WRITE_BATCH_BYTES),
+            *mover.write_tasks(plan.write, WRITE_BATCH_BYTES, self._begin_write),
         ]
         announced = [self._announce(in_motion(task.batch), task.done) for task in tasks]
         unmoved = self._settle_unmoved()  # of which some may be demoted by this very plan
@@ -131,7 +146,8 @@ class Run:
 
         Returns the moves that bring such a page, not one to a slot that is the caller's own.
         """
-        arriving = self._mover.books.arriving(moves)
+        is_promised = moves and moves[0].target != HBM  # where no slot is a caller's own
+        arriving = moves if is_promised else self._mover.books.arriving(moves)
         if arriving:
             self._mover.arrivals.announce(arriving[0].target, keys_of(arriving), done)
         return arriving
@@ -139,12 +155,12 @@ class Run:
     def _settle_unmoved(self) -> Event:
         """Pages no move is about: where they should be, or on their way there, or without room."""
         settled = Event()
-        mover, pages, counting = self._mover, self._plan.pages, self._counting
-        if self._position.keys() <= counting.keys():  # nearly always
+        mover, pages = self._mover, self._plan.pages
+        if self._is_whole or self._position.keys() <= self._counting.keys():
             settled.fire()
             return settled
         tiers = (HOST, DISK) if self._plan.is_put else (HBM, HOST)
-        left_out = [at for at, page in enumerate(pages) if page not in counting]
+        left_out = [at for at, page in enumerate(pages) if page not in self._counting]
         unmoved = [(at, mover.books.key(pages[at])) for at in left_out]
         coming = [
             (key, event)
@@ -166,7 +182,7 @@ class Run:
 
     # -- queueing ----------------------------------------------------------------------------------
 
-    def _submit(self, task: Task | LoadTask, arriving: Sequence[Move]) -> None:
+    def _submit(self, task: Task | HalvesTask, arriving: Sequence[Move]) -> None:
         """Queue a batch; it is published when the device is through with it.
 
         Whatever happens, every move of the batch ends as arrived or failed, and `task.done` fires.
@@ -182,20 +198,22 @@ class Run:
             except BaseException as error:  # surfaces at wait(); nobody is above a worker thread
                 self.transfer.broke(error)
 
-        def begin(task: LoadTask) -> Callable[[], None]:
+        def begin(task: HalvesTask) -> Callable[[], None]:
             try:
                 return partial(guarded, task.begin(task.batch))
             except BaseException as error:
                 return partial(self.transfer.broke, error)
 
         needs = [*task.ready, *self._needs(task)]
-        if isinstance(task, LoadTask):
-            queued = task.stream.submit_halves(partial(begin, task), LOADS_AHEAD, needs)
+        if isinstance(task, HalvesTask):
+            queued = task.stream.submit_halves(
+                partial(begin, task), task.ahead, needs, n_bytes=task.n_bytes
+            )
         else:
             queued = task.stream.submit(partial(guarded, partial(task.work, task.batch)), needs)
         queued.on_fire(lambda: self._publish(task.batch, arriving, made, task.done))
 
-    def _needs(self, task: Task | LoadTask) -> list[Event]:
+    def _needs(self, task: Task | HalvesTask) -> list[Event]:
         """The events of other batches that this one waits for, each once."""
         arrivals, batch = self._mover.arrivals, task.batch
         needs: dict[Event | None, None] = {}
@@ -223,10 +241,11 @@ class Run:
                     mover.books.failed(move, self._why(move))
             if arriving:
                 mover.arrivals.end(arriving[0].target, keys_of(arriving))
-        counted = self._counted(batch)
-        if is_whole:
-            self.transfer.here(counted.values())
+        if is_whole and self._is_whole and batch is self._last:
+            self.transfer.here(range(len(batch)))
         else:
+            counted = self._counted(batch)
+            came = set(pages_of(made))
             self.transfer.here([at for page, at in counted.items() if page in came])
             self._lose({at: "failed" for page, at in counted.items() if page not in came})
         done.fire()
@@ -280,38 +299,11 @@ class Run:
             mover.books.arrived_all(batch)
             bound.fire()
 
-    def _write_tasks(self, moves: Sequence[Move], batch_bytes: int) -> list[Task]:
-        mover = self._mover
-        return [
-            Task(mover.write_stream, batch, self._write)
-            for batch in mover.batches(moves, batch_bytes)
-        ]
-
-    def _write(self, batch: Batch) -> Batch:
-        mover = self._mover
-        assert mover.disk is not None
-        with mover.lock:
-            moves = mover.books.durable(batch)
-        if not moves:
-            return []
-        views = mover.host.views(source_slots_of(moves))
-        pages = list(map(_NEW_PAGE, zip(keys_of(moves), parents_of(moves), views, strict=True)))
-        try:
-            mover.disk.write(target_slots_of(moves), pages)
-        except TierIOError as error:
-            mover.counters.add("total", "write_failed", len(moves))
-            mover.report(error)
-            return []
-        mover.counters.moved(HOST, DISK, len(moves) * mover.hbm.page_bytes)
-        return moves
-
-    def _load_tasks(self) -> list[LoadTask]:
-        mover = self._mover
-        tasks = []
-        for batch in mover.batches(self._plan.load, LOAD_BATCH_BYTES):
-            done = Event()
-            tasks.append(LoadTask(mover.loader(done), batch, self._begin_load, done))
-        return tasks
+    def _begin_write(self, batch: Batch) -> Callable[[], Batch]:
+        """Begin to write pages from host to disk; what is returned ends it."""
+        with self._mover.lock:
+            moves = self._mover.books.durable(batch)
+        return (self._mover.begin_write(moves) if moves else None) or list
 
     def _begin_load(self, batch: Batch) -> Callable[[], Batch]:
         """Begin to read pages from disk to host; what is returned ends it."""

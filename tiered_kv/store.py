@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from operator import eq
 from types import TracebackType
 from typing import Any
 
@@ -17,12 +16,13 @@ import torch
 from tiered_kv.config import StoreConfig
 from tiered_kv.counters import Counters, StoreStats
 from tiered_kv.errors import ConfigError, CorruptPageError, StoreClosedError
+from tiered_kv.flush import Flush
 from tiered_kv.found import FoundPages
 from tiered_kv.hbm_pages import HbmPages
 from tiered_kv.keys import KeyChain, Multimodal, Namespace, PageKey, page_keys
 from tiered_kv.layout import KVLayout
-from tiered_kv.mover import WRITE_BATCH_BYTES, Mover
-from tiered_kv.plan import DISK, HBM, HOST, LOAD_ALL, Gate, Plan, pages_of, target_slots_of
+from tiered_kv.mover import Mover
+from tiered_kv.plan import DISK, HBM, HOST, LOAD_ALL, Gate
 from tiered_kv.planner import Planner
 from tiered_kv.run import Run
 from tiered_kv.session import Session, open_transcripts
@@ -116,6 +116,7 @@ class TieredStore:
         self._mover = Mover(
             self._planner, self._lock, self._hbm_tier, self._host, self._disk, self._counters
         )
+        self._hbm_tier.leave_cores_to(self._mover.loading)
         self.hbm = HbmPages(self._hbm_tier, self._planner.room, self._mover, self._lock)
 
     @classmethod
@@ -345,23 +346,7 @@ class TieredStore:
         return self._flush()
 
     def _flush(self) -> int:
-        with self._lock:
-            dirty = self._planner.dirty_pages()
-        pages = WRITE_BATCH_BYTES // self.layout.page_bytes
-        batch = max(1, min(pages, self._host.capacity_pages // 2))  # they cannot leave meanwhile
-        written = 0
-        for at in range(0, len(dirty), batch):
-            # Not planned while the batch before it is written: the interpreter's lock would go to
-            # planning, and the thread that hashes small pages would wait 5 ms for each.
-            with self._lock:
-                transfer = Transfer(self._planner.plan_flush(dirty[at : at + batch]))
-                Run(self._mover, transfer).start()
-            transfer.settled.wait()
-            came = self._on_disk(transfer.plan)
-            written += came
-            if came < len(transfer.plan.write):
-                break  # disk is full or failing: what is left stays on host alone
-        return written
+        return Flush(self._planner, self._mover, self._host.capacity_pages).run()
 
     def check(self, fix: bool = False) -> CheckReport:
         """Verify the index, and every page on disk against its checksum.
@@ -449,11 +434,6 @@ class TieredStore:
         after = "no_parent" if run.why_lost.get(count, "in_flight") != "in_flight" else "in_flight"
         for at in range(count, len(plan.pages)):  # what has come was too late, or hangs from a miss
             self._counters.add("miss", run.why_lost.get(at, after), 1)
-
-    def _on_disk(self, plan: Plan) -> int:
-        with self._lock:
-            disk = self._planner.index.by_name[DISK]
-            return sum(map(eq, disk.slots(pages_of(plan.write)), target_slots_of(plan.write)))
 
     def _verify(self, page: int, report: CheckReport, fix: bool) -> None:
         assert self._disk is not None

@@ -9,10 +9,11 @@ readers'. `ThreadStream` needs no GPU, so that the asynchrony is real in every t
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -105,12 +106,40 @@ def when_all(events: Sequence[Event], then: Work) -> None:
         event.on_fire(one_less)
 
 
+class Ahead(NamedTuple):
+    """How much else may have begun and be left to end when work in halves begins.
+
+    Attributes:
+        halves: so many others.
+        n_bytes: of so many bytes in all.
+    """
+
+    halves: int
+    n_bytes: float = math.inf
+
+    def allows(self, begun: Collection[_Begun]) -> bool:
+        """Whether what has begun may be left to end."""
+        return len(begun) <= self.halves and sum(one.n_bytes for one in begun) <= self.n_bytes
+
+
 class _Halves(NamedTuple):
     """Work in two halves: `begin` returns the other; `done` fires after that."""
 
     begin: Callable[[], Work]
-    ahead: int
+    n_bytes: int
+    ahead: Ahead
     done: Event
+
+
+class _Begun(NamedTuple):
+    """The second half of what has begun."""
+
+    end: Work
+    n_bytes: int
+    done: Event
+
+
+_NOTHING = Ahead(0)
 
 
 class Stream:
@@ -192,34 +221,40 @@ class HalvesStream(Stream):
     """
 
     def submit_halves(
-        self, begin: Callable[[], Work], ahead: int, after: Sequence[Event] = ()
+        self,
+        begin: Callable[[], Work],
+        ahead: Ahead,
+        after: Sequence[Event] = (),
+        *,
+        n_bytes: int = 0,
     ) -> Event:
         """Do `begin`, and later what it returns, once all events have fired; returns at once.
 
         The event returned fires when both are done. Neither may raise, as in `submit`.
 
         Args:
-            ahead: so many others that have begun may be left to end.
+            ahead: what may be left to end meanwhile.
+            n_bytes: what it counts, by that of others.
         """
         done = Event()
-        when_all(after, lambda: self._queue.put(_Halves(begin, ahead, done)))
+        when_all(after, lambda: self._queue.put(_Halves(begin, n_bytes, ahead, done)))
         return done
 
     def _serve(self) -> None:
-        begun: deque[tuple[Work, Event]] = deque()
+        begun: deque[_Begun] = deque()
         while True:
             try:
                 run = self._queue.get(block=not begun)
             except queue.Empty:
                 self._end(begun)
                 continue
-            ahead = run.ahead if isinstance(run, _Halves) else 0
-            while len(begun) > ahead:
+            ahead = run.ahead if isinstance(run, _Halves) else _NOTHING
+            while begun and not ahead.allows(begun):
                 self._end(begun)
             if run is None:
                 return
             if isinstance(run, _Halves):
-                begun.append((self._begin(run), run.done))
+                begun.append(_Begun(self._begin(run), run.n_bytes, run.done))
             else:
                 self._do(run)
 
@@ -230,8 +265,8 @@ class HalvesStream(Stream):
             _log.exception("work on stream %s broke", self.name)
             return lambda: None
 
-    def _end(self, begun: deque[tuple[Work, Event]]) -> None:
-        end, done = begun.popleft()
+    def _end(self, begun: deque[_Begun]) -> None:
+        end, _, done = begun.popleft()
 
         def run() -> None:
             try:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tiered_kv.plan import Move
-from tiered_kv.streams import Event, HalvesStream, Stream
+from tiered_kv.streams import Ahead, Event, HalvesStream, Stream
 
 Batch = Sequence[Move]
 
@@ -29,16 +29,20 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LoadTask:
+class HalvesTask:
     """A batch for a stream that begins the next before it ends the first.
 
     Attributes:
         begin: begins the moves; what it returns ends them, as `Task.work` does.
-        done: as in `Task`; known to the stream before there is a task.
+        ahead: what may be left to end when it begins.
+        n_bytes: what it counts there.
+        done: as in `Task`.
     """
 
     stream: HalvesStream
     batch: Batch
     begin: Callable[[Batch], Callable[[], Batch]]
-    done: Event
+    ahead: Ahead
+    n_bytes: int
     ready: Sequence[Event] = ()
+    done: Event = field(default_factory=Event)

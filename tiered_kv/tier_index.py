@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from enum import IntEnum
+from itertools import pairwise
 
 import numpy as np
 
@@ -57,6 +58,28 @@ class Nodes:
         parents[at[1:]] = at[:-1]
         array_of(self.hits_of)[at] = 0
         array_of(self.children_of)[at[:-1]] = 1
+
+    def runs(self, pages: Sequence[int]) -> list[Sequence[int]]:
+        """Pages cut into runs up a branch: within one, each is followed by its parent.
+
+        Pages that come root first are turned, each run by itself.
+        """
+        if len(pages) < 2:
+            return [pages] if pages else []
+        parent_of = self.parent_of
+        if parent_of[pages[1]] == pages[0] or parent_of[pages[-1]] == pages[-2]:
+            return self._runs(pages[::-1])[::-1]
+        return self._runs(pages)
+
+    def _runs(self, pages: Sequence[int]) -> list[Sequence[int]]:
+        if len(pages) < FEW:
+            parent_of = self.parent_of
+            pairs = enumerate(pairwise(pages), start=1)
+            cuts = [at for at, (page, above) in pairs if parent_of[page] != above]
+        else:
+            at = numbers(pages)
+            cuts = (np.flatnonzero(array_of(self.parent_of)[at[:-1]] != at[1:]) + 1).tolist()
+        return [pages[first:end] for first, end in pairwise((0, *cuts, len(pages)))]
 
     def use(self, pages: Sequence[int], clock: int) -> None:
         """Pages, each once, were used: the first at logical time `clock`, each a tick before."""

@@ -15,7 +15,7 @@ from tiered_kv.storage.disk.extent import RECORD, name_pages
 from tiered_kv.storage.disk.parts import PartedPage
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Batch:
     """Pages that become durable together: written, synced, then committed.
 
@@ -23,6 +23,7 @@ class Batch:
         rows: their records (`RECORD`), set as they are appended: the first write is 0.4 ms earlier.
         chunks: the writes begun, each of one extent or a few, and the segment it goes to, in order.
         durable_below: when it is on the medium, so are all extents with a smaller number.
+        failure: why it will not become durable.
     """
 
     slots: Column
@@ -33,6 +34,7 @@ class Batch:
     rows: Column
     chunks: list[tuple[int, Future[None]]] = field(default_factory=list)
     durable_below: int = 0
+    failure: BaseException | None = None
 
     @classmethod
     def of(cls, slots: Sequence[int], pages: Sequence[Page | PartedPage], page_bytes: int) -> Batch:
@@ -40,6 +42,23 @@ class Batch:
         keys, parents = [page.key for page in pages], [page.parent for page in pages]
         rows = np.zeros(len(keys), RECORD)
         return cls(np.array(slots, np.int64), keys, parents, pages, page_bytes, rows)
+
+    @classmethod
+    def joined(cls, batches: Sequence[Batch]) -> Batch:
+        """One batch of several that were appended one after the other."""
+        if len(batches) == 1:
+            return batches[0]
+        last = batches[-1]
+        return cls(
+            np.concatenate([batch.slots for batch in batches]),
+            [key for batch in batches for key in batch.keys],
+            [parent for batch in batches for parent in batch.parents],
+            [page for batch in batches for page in batch.pages],
+            last.page_bytes,
+            np.concatenate([batch.rows for batch in batches]),
+            [chunk for batch in batches for chunk in batch.chunks],
+            last.durable_below,
+        )
 
     def name(self, here: slice) -> None:
         """Set what the records of these pages say but checksum, sequence and offset."""

@@ -7,7 +7,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tiered_kv.errors import TierIOError
 from tiered_kv.storage.base import PageBuffer
@@ -21,19 +21,37 @@ from tiered_kv.storage.disk.segment import SegmentFiles
 MOST_SEGMENTS = 16
 """Segments that one thread reads at once: each is a descriptor, of the 1,024 that a process has."""
 
-LEAST_REACH_BYTES = 8 << 20
-"""So much may be under way however little is left.
-
-Else half of what is left: a virtual disk tells of all it has done at once, and what comes last is
-verified and copied with nothing more to read. 128 MiB to HBM: 91 ms, not 95 (2 cores, 2026-11).
-"""
+LEAST_REACH_BYTES = 4 << 20
+"""So much may be under way however little is left."""
 
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _SHORTAGE_S, _PAUSE_S = 5.0, 2e-3
 
 
+class Pace(NamedTuple):
+    """How much may be under way at once: no more than a part of what is left.
+
+    A virtual disk tells of what it has done when it has nothing left to do: 0.4 ms pass from there
+    to its next request, so it should not come to that often. But what it tells of last is verified,
+    and copied, with nothing more to read. 128 MiB as 32, 32, 32, 24, 6, 2 or so.
+
+    Attributes:
+        reach_bytes: the bound however much is left.
+        part: of what is left.
+    """
+
+    reach_bytes: int
+    part: float
+
+    def most_bytes(self, left_bytes: int) -> int:
+        """So much may be under way while so much is left, that among it."""
+        return min(self.reach_bytes, max(LEAST_REACH_BYTES, int(left_bytes * self.part)))
+
+
 class Errand(Protocol):
     """What runs are read for."""
+
+    pace: Pace
 
     def vectors(self, run: Run) -> Sequence[PageBuffer]:
         """What a run is read into, if that can be done in place."""
@@ -59,16 +77,12 @@ class Lane:
     taken.
 
     Args:
-        reach_bytes: so much is under way at once at most, or one run.
         longest_bytes: of a run.
     """
 
-    def __init__(
-        self, files: SegmentFiles, medium: Medium, reach_bytes: int, longest_bytes: int
-    ) -> None:
+    def __init__(self, files: SegmentFiles, medium: Medium, longest_bytes: int) -> None:
         self._files = files
         self._medium = medium
-        self._reach_bytes = reach_bytes
         self._longest_bytes = max(RUN_BYTES, longest_bytes)
         self._requests: Requests | None = None
         self._waiting: deque[tuple[Errand, Run]] = deque()
@@ -88,6 +102,7 @@ class Lane:
     def advance(self) -> None:
         """Block until a run has landed, of whatever errand."""
         self._take(self._on_medium().wait())
+        self._take(self._on_medium().poll())  # what it tells of at once comes one by one
         while self._arrived:
             request = self._arrived[0]
             errand, run, detour = self._under_way[request]
@@ -162,8 +177,8 @@ class Lane:
         self._begin()
 
     def _begin(self) -> None:
-        requests, has_begun = self._on_medium(), False
-        while self._waiting and self._has_room(self._waiting[0][1]):
+        requests, begun = self._on_medium(), 0
+        while self._waiting and self._has_room(*self._waiting[0]):
             errand, run = self._waiting[0]
             try:
                 if self._under_way:
@@ -186,19 +201,20 @@ class Lane:
             self._waiting.popleft()
             self._waiting_bytes -= run.n_bytes
             requests.begin(request)
-            has_begun = True
-        if has_begun:
+            begun += 1
+            if begun == 1:
+                requests.submit()  # the medium may have nothing to do
+        if begun > 1:
             requests.submit()
 
-    def _has_room(self, run: Run) -> bool:
+    def _has_room(self, errand: Errand, run: Run) -> bool:
         if not self._under_way:
             return True
         if run.segment not in self._open and len(self._open) >= MOST_SEGMENTS:
             return False
         left_bytes = self._waiting_bytes + self._under_way_bytes
-        most_bytes = min(self._reach_bytes, max(LEAST_REACH_BYTES, left_bytes // 2))
-        reach_bytes = self._under_way_bytes + run.n_bytes
-        return reach_bytes <= most_bytes and len(self._under_way) < MOST_REQUESTS
+        is_within = self._under_way_bytes + run.n_bytes <= errand.pace.most_bytes(left_bytes)
+        return is_within and len(self._under_way) < MOST_REQUESTS
 
     def _opened(self, segment: int) -> int:
         """A descriptor of a segment, the one there is if there is one."""

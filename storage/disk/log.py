@@ -192,8 +192,8 @@ class SegmentLog:
         job = self._pool.submit(self._write_pages, pages, rows[first:upto], places, begun)
         batch.chunks.append((places[0].segment, job))
         self._jobs.append(job)
-        if len(self._jobs) <= WRITE_THREADS:  # a thread is free, and needs the interpreter's lock:
-            begun.wait()  # hashing on, we would keep it from that for 5 ms
+        if sum(not job.done() for job in self._jobs) <= WRITE_THREADS:
+            begun.wait()  # a thread is free: hashing on, we would keep it waiting for the lock
         return upto
 
     def drain(self) -> None:
@@ -270,13 +270,14 @@ class SegmentLog:
                 *chain.from_iterable(map(parts_of, pages))
             )
             vectors = self._vectors(pages, rows, places) if is_fit else []
+            self._precedence.let_reads_pass(sum(place.n_bytes for place in places), begun.set)
+            if is_fit:
+                self._files.write(places[0].segment, vectors, places[0].offset, begun.set)
+            else:
+                begun.set()
+                self._write_staged(pages, rows, places)
         finally:
             begun.set()
-        self._precedence.let_reads_pass(sum(place.n_bytes for place in places))
-        if is_fit:
-            self._files.write(places[0].segment, vectors, places[0].offset)
-        else:
-            self._write_staged(pages, rows, places)
 
     def _vectors(
         self, pages: Sequence[Page | PartedPage], rows: Column, places: Sequence[Place]

@@ -5,7 +5,7 @@ They are gathered and scattered by the system call, without a copy, where every 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -16,6 +16,7 @@ from tiered_kv.storage.base import Page, PageBuffer
 
 PageParts: TypeAlias = "PageBuffer | Sequence[PageBuffer]"
 """A page in one piece, or in pieces, each uint8, one dimension, contiguous; together a page."""
+_BYTE_BY_BYTE = (1,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,3 +53,34 @@ def scatter(source: PageBuffer, parts: Sequence[PageBuffer]) -> None:
     for part in parts:
         part[:] = source[at : at + part.nbytes]
         at += part.nbytes
+
+
+def require_pages(buffers: Iterable[PageParts], page_bytes: int) -> None:
+    """Refuse what is not a page, in one piece or in several.
+
+    Raises:
+        ValueError: a piece is not one contiguous row, or they are not a page together.
+    """
+    row = (page_bytes,)
+    for buffer in buffers:
+        if not (
+            isinstance(buffer, np.ndarray)
+            and buffer.shape == row
+            and buffer.strides == _BYTE_BY_BYTE
+        ):
+            _require_pieces(pieces(buffer), page_bytes)
+
+
+def _require_pieces(parts: Sequence[PageBuffer], page_bytes: int) -> None:
+    n_bytes = 0
+    for part in parts:
+        if part.ndim != 1 or not part.flags.c_contiguous:
+            n_bytes = -1
+            break
+        n_bytes += part.nbytes
+    if n_bytes != page_bytes:
+        shapes = ", ".join(str(part.shape) for part in parts)
+        raise ValueError(
+            f"a page is one contiguous row of {page_bytes} bytes, or rows that are so many "
+            f"together, not of shape {shapes}"
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 
 class Precedence:
@@ -50,8 +51,13 @@ class Precedence:
             self._read_bytes += n_bytes
             self._changed.notify_all()
 
-    def let_reads_pass(self, n_bytes: int) -> None:
-        """Block until a chunk of so many bytes may be written; one after the other, in turn."""
+    def let_reads_pass(self, n_bytes: int, held: Callable[[], None] = lambda: None) -> None:
+        """Block until a chunk of so many bytes may be written; one after the other, in turn.
+
+        Before it blocks it calls `held`.
+        """
+        if self._reads or self._turn.locked():
+            held()
         with self._turn, self._changed:
             if not self._reads:
                 return

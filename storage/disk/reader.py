@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 from tiered_kv.errors import CorruptPageError, TieredKVError, TierIOError
 from tiered_kv.storage.base import PageBuffer
 from tiered_kv.storage.disk.direct_io import BLOCK_BYTES, aligned_buffer
 from tiered_kv.storage.disk.extent import CHECKSUM_BYTES, checksum_of
 from tiered_kv.storage.disk.geometry import Geometry
-from tiered_kv.storage.disk.lane import Lane
+from tiered_kv.storage.disk.lane import Lane, Pace
 from tiered_kv.storage.disk.medium import Medium
 from tiered_kv.storage.disk.parts import PageParts, pieces, scatter
 from tiered_kv.storage.disk.precedence import Precedence
@@ -20,6 +21,12 @@ from tiered_kv.storage.disk.runs import RUN_BYTES, Run, plan_runs, run_bytes
 from tiered_kv.storage.disk.segment import SegmentFiles
 
 Outcome = TieredKVError | None
+
+FIRST_BYTES = 8 << 20
+"""Of a longer read so much is begun before the places of the rest are looked up.
+
+512 pages of 256 KiB, 128 MiB: 0.93 of raw reads, 0.91 without (virtio disk, 2 cores, 2026-11).
+"""
 
 
 class PageReader:
@@ -44,17 +51,29 @@ class PageReader:
         self.stride_bytes = geometry.stride_bytes
         self.ignored = aligned_buffer(2 * BLOCK_BYTES)  # what lies between pages is read to here
         self.medium = Medium(threads)
+        reach_bytes = 2 * threads * RUN_BYTES  # for each that is read one is queued
+        self._whole = Pace(reach_bytes, 3 / 4)  # nothing follows but verifying
+        self._begun = Pace(reach_bytes, 1 / 2)  # others copy what has come meanwhile
         self._threads = threads
         self._own = threading.local()
 
     def read(self, slots: Sequence[int], into: Sequence[PageParts]) -> list[Outcome]:
         """Fill one buffer a slot; blocks. One outcome a slot, as `Tier.read` says."""
-        reading = _Reading(self, self._lane(), slots, into)
+        first = max(1, FIRST_BYTES // self.stride_bytes)
+        bounds = [0, *([first] if len(slots) > first else []), len(slots)]
+        readings: list[_Reading] = []
         try:
-            reading.begin(may_block=True)
-            return reading.finish()
+            for low, high in pairwise(bounds):
+                part = slots[low:high], into[low:high]
+                readings.append(_Reading(self, self._lane(), *part, self._whole))
+                readings[-1].begin(may_block=len(bounds) == 2)
+            return [outcome for reading in readings for outcome in reading.finish()]
         except BaseException as error:
-            reading.give_up(error)
+            try:
+                self._lane().abandon(error)
+            finally:
+                for reading in readings:
+                    reading.broke(error)
             raise
 
     def begin(self, slots: Sequence[int], into: Sequence[PageParts]) -> Callable[[], list[Outcome]]:
@@ -63,7 +82,7 @@ class PageReader:
         It must be called, once, by the thread that has called this. (A signal's exception that
         comes on the way from here to whoever keeps it leaves a read that never ends.)
         """
-        reading = _Reading(self, self._lane(), slots, into)
+        reading = _Reading(self, self._lane(), slots, into, self._begun)
         try:
             reading.begin(may_block=False)
             return reading.finish
@@ -82,9 +101,7 @@ class PageReader:
     def _lane(self) -> Lane:
         lane: Lane | None = getattr(self._own, "lane", None)
         if lane is None:
-            reach_bytes = self._threads * RUN_BYTES
-            lane = Lane(self.files, self.medium, reach_bytes, self.stride_bytes)
-            self._own.lane = lane
+            lane = self._own.lane = Lane(self.files, self.medium, self.stride_bytes)
         return lane
 
 
@@ -104,7 +121,9 @@ class _Reading:
         lane: Lane,
         slots: Sequence[int],
         into: Sequence[PageParts],
+        pace: Pace,
     ) -> None:
+        self.pace = pace
         self._reader = reader
         self._lane = lane
         self._slots = slots

@@ -109,10 +109,25 @@ class Records:
     def written(self, batch: Batch) -> Entries | None:
         """Where the pages of a batch that is being written lie now; None if some were lost."""
         with self._changed:
-            if (self._state[batch.slots] != WRITING).any():
+            if not self.holds(batch):
                 return None
             segments, blocks = self._rows.segment[batch.slots], self._rows.block[batch.slots]
         return entries_of(batch.rows, segments, blocks)
+
+    def holds(self, batch: Batch) -> bool:
+        """Whether the slots of a batch that is being written hold its pages, and no others."""
+        with self._lock:
+            is_written = self._state[batch.slots] == WRITING
+            return bool(is_written.all()) and len(self.held_by(batch)) == len(batch)
+
+    def held_by(self, batch: Batch) -> Column:
+        """Those of a batch's slots that hold its pages, written or being written."""
+        with self._lock:
+            states = self._state[batch.slots]
+            is_held = (states == WRITING) | (states == STORED)
+            is_its = self._rows.sequence[batch.slots] == batch.rows["sequence"]
+            slots: Column = batch.slots[is_held & is_its]
+            return slots
 
     def publish(self, slots: Column) -> None:
         """From now on these can be read."""

@@ -6,7 +6,7 @@ import errno
 import os
 import stat
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -112,10 +112,20 @@ class SegmentFiles:
         with self._lock:
             self.bytes_read += n_bytes
 
-    def write(self, segment: int, vectors: Sequence[PageBuffer], offset: int) -> None:
-        """Write buffers to consecutive bytes; with `direct_io` all of them must be aligned."""
+    def write(
+        self,
+        segment: int,
+        vectors: Sequence[PageBuffer],
+        offset: int,
+        begun: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Write buffers to consecutive bytes; with `direct_io` all of them must be aligned.
+
+        It calls `begun` when nothing is left to be done but the system call.
+        """
         assert offset + sum(v.nbytes for v in vectors) <= self._geometry.segment_bytes
         with self._opened(segment, os.O_RDWR) as fd:
+            begun()
             done = write_exact(fd, vectors, offset)
         with self._lock:
             self.bytes_written += done

@@ -5,16 +5,15 @@ from __future__ import annotations
 import errno
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-
-import numpy as np
 
 from tiered_kv.errors import StoreClosedError, TieredKVError, TierIOError
 from tiered_kv.found import FoundPages
 from tiered_kv.keys import KEY_BYTES
 from tiered_kv.slots import SlotPool
-from tiered_kv.storage.base import Page, PageBuffer, Tier
+from tiered_kv.storage.base import Page, Tier
 from tiered_kv.storage.disk.audit import Audit, DiskReport
 from tiered_kv.storage.disk.batch import Batch
 from tiered_kv.storage.disk.compaction import Compaction
@@ -22,7 +21,7 @@ from tiered_kv.storage.disk.direct_io import probe_direct
 from tiered_kv.storage.disk.directory import SESSIONS, StoreDirectory, no_space
 from tiered_kv.storage.disk.geometry import Geometry
 from tiered_kv.storage.disk.log import SegmentLog
-from tiered_kv.storage.disk.parts import PageParts, PartedPage, pieces
+from tiered_kv.storage.disk.parts import PageParts, PartedPage, require_pages
 from tiered_kv.storage.disk.precedence import Precedence
 from tiered_kv.storage.disk.reader import PageReader
 from tiered_kv.storage.disk.records import NO_CHANGES, Records, StoredPage
@@ -35,7 +34,6 @@ _SMALL_PAGE_BYTES = 16 << 10
 # instead of 1.9. 32 MiB: no difference; 16: 0.5 ms slower (virtio disk, 2026-11).
 _AHEAD_PAGES = 128
 _AHEAD_BYTES = 32 << 20
-_BYTE_BY_BYTE = (1,)
 _log = logging.getLogger(__name__)
 
 
@@ -71,7 +69,7 @@ class DiskTier(Tier):
             capacity_bytes: bound on all the directory takes on disk, as `du` counts it. May grow
                 from one opening to the next, not shrink.
             fingerprint: of the page layout (`KVLayout.fingerprint`); must be what it was.
-            io_threads: reads under way at once.
+            io_threads: reads of up to 4 MiB under way at once; as many more are queued behind them.
 
         Raises:
             ConfigError: not writable, too small, in use, foreign, newer, a symlink. Nothing in it
@@ -132,6 +130,7 @@ class DiskTier(Tier):
         self._slots_lock = threading.Lock()
         self._write_lock = threading.Lock()
         self._written_user_bytes = 0
+        self._begun: list[Batch] = []  # and not ended, in order; guarded by the write lock
         self._has_failed = False  # the last write
         self._is_closed = False
 
@@ -219,32 +218,103 @@ class DiskTier(Tier):
         """Store pages and wait until they are durable: data, fdatasync, then a catalog commit.
 
         All of them become so at once, or none does. A slot that held a page loses it, also when
-        this raises. One write runs at a time. A key is in one slot: free the one that has it before
-        it is written to another.
+        this raises. Writes that several threads begin meanwhile share the commit. A key is in one
+        slot: free the one that has it before it is written to another.
 
         Raises:
             TierIOError: the medium failed or is full (`errno`); the tier remains usable.
             ValueError: a slot that is not reserved or named twice, or a page of another length.
         """
+        batch = Batch.of(slots, pages, self.page_bytes)
+        try:
+            self._begin(slots, batch)
+            self._end(batch)
+        except BaseException as error:
+            self._leave(batch, error)
+            raise
+
+    def begin_write(
+        self, slots: Sequence[int], pages: Sequence[Page | PartedPage]
+    ) -> Callable[[], None]:
+        """As `Tier.begin_write`: hashes the pages and hands them to the threads that write them.
+
+        Blocks while there is no segment to write to, and for a commit that goes before.
+        """
+        batch = Batch.of(slots, pages, self.page_bytes)
+        try:
+            self._begin(slots, batch)
+        except BaseException as error:
+            self._leave(batch, error)
+            raise
+        return partial(self._end, batch)
+
+    def _begin(self, slots: Sequence[int], batch: Batch) -> None:
         with self._write_lock:
             self._require_open()
-            batch = Batch.of(slots, pages, self.page_bytes)
             self._validate_write(slots, batch)
             if not slots:
                 return
             self._records.forget(slots)
+            self._drop_lost()
             self._make_ready(len(slots))
             try:
+                self._begun.append(batch)
                 self._append(batch)
-                self._make_durable(batch)
             except BaseException as error:
-                self._has_failed = True
-                self._records.forget(slots)  # first: what the catalog was told ahead must not count
-                self._log.abandon()
+                self._fail([batch], error)
                 if isinstance(error, OSError) and not isinstance(error, TieredKVError):
-                    raise _failure(f"writing {len(slots)} pages", error) from error
+                    raise _told(batch) from error
                 raise
-            self._written_user_bytes += len(slots) * self.page_bytes
+
+    def _end(self, batch: Batch) -> None:
+        """Make a batch durable with all that have begun, unless that has been done."""
+        with self._write_lock:
+            if batch in self._begun:
+                self._end_begun()
+        if batch.failure is not None:
+            raise _told(batch) from batch.failure
+
+    def _end_begun(self) -> None:
+        """Make all batches durable that have begun. If that fails, the `end` of each says so."""
+        self._drop_lost()
+        if not self._begun:
+            return
+        try:
+            batch = Batch.joined(self._begun)
+            self._make_durable(batch)
+            self._written_user_bytes += len(batch) * self.page_bytes
+            self._begun.clear()
+        except BaseException as error:
+            self._fail(list(self._begun), error)
+            if not isinstance(error, OSError):
+                raise
+
+    def _drop_lost(self) -> None:
+        """Fail a batch whose slots were freed or written again before its end, and those after it.
+
+        So also if a page of it came back damaged: what was begun later may hang from that.
+        """
+        for at, batch in enumerate(self._begun):
+            if not self._records.holds(batch):
+                lost = OSError(errno.EIO, "a page was lost before it was durable")
+                self._fail(self._begun[at:], lost)
+                return
+
+    def _leave(self, batch: Batch, error: BaseException) -> None:
+        """Nobody will end a batch that an interrupt has cut off: if it has begun, it fails."""
+        with self._write_lock:
+            if batch in self._begun:
+                self._fail([batch], error)
+
+    def _fail(self, batches: Sequence[Batch], error: BaseException) -> None:
+        """Take batches that have begun back."""
+        self._has_failed = True
+        for batch in batches:
+            batch.failure = error
+            # First: what the catalog was told ahead must not count.
+            self._records.forget(self._records.held_by(batch))
+        self._begun = [batch for batch in self._begun if batch.failure is None]
+        self._log.abandon()
 
     def _make_ready(self, pages: int) -> None:
         """Commit what is better committed before a write than in the middle of it.
@@ -271,7 +341,7 @@ class DiskTier(Tier):
         """
         entries = self._records.written(batch)
         if entries is None:
-            raise OSError(errno.EIO, "a page came back damaged right after it was written")
+            raise OSError(errno.EIO, "a page was lost before it was durable")
         generations = self._log.generations
         added = entries.items(generations)
         unsaved = changes = self._records.unsaved()
@@ -301,36 +371,13 @@ class DiskTier(Tier):
             if not self._slots.are_taken(slots):
                 slot = next(slot for slot in slots if not self._slots.is_taken(slot))
                 raise ValueError(f"disk slot {slot} is not reserved")
-        self._validate_buffers(
-            [page.parts if isinstance(page, PartedPage) else page.data for page in batch.pages]
+        require_pages(
+            [page.parts if isinstance(page, PartedPage) else page.data for page in batch.pages],
+            self.page_bytes,
         )
         wrong = {*map(len, batch.keys), *map(len, filter(None, batch.parents))} - {KEY_BYTES}
         if wrong:
             raise ValueError(f"a page key has {KEY_BYTES} bytes, not {min(wrong)}")
-
-    def _validate_buffers(self, buffers: Iterable[PageParts]) -> None:
-        row = (self.page_bytes,)
-        for buffer in buffers:
-            if not (
-                isinstance(buffer, np.ndarray)
-                and buffer.shape == row
-                and buffer.strides == _BYTE_BY_BYTE
-            ):
-                self._validate_parts(pieces(buffer))
-
-    def _validate_parts(self, parts: Sequence[PageBuffer]) -> None:
-        n_bytes = 0
-        for part in parts:
-            if part.ndim != 1 or not part.flags.c_contiguous:
-                n_bytes = -1
-                break
-            n_bytes += part.nbytes
-        if n_bytes != self.page_bytes:
-            shapes = ", ".join(str(part.shape) for part in parts)
-            raise ValueError(
-                f"a page is one contiguous row of {self.page_bytes} bytes, or rows that are so "
-                f"many together, not of shape {shapes}"
-            )
 
     def read(self, slots: Sequence[int], into: Sequence[PageParts]) -> list[TieredKVError | None]:
         """Fill one buffer a slot, which may be in parts; blocks. Aligned: without a copy."""
@@ -347,7 +394,7 @@ class DiskTier(Tier):
         self._require_open()
         if len(slots) != len(into):
             raise ValueError(f"{len(into)} buffers for {len(slots)} slots")
-        self._validate_buffers(into)
+        require_pages(into, self.page_bytes)
 
     def check(self, fix: bool = False) -> DiskReport:
         """Verify every page, header and counter; reads the whole store. Only writers wait.
@@ -358,6 +405,7 @@ class DiskTier(Tier):
         """
         with self._write_lock:
             self._require_open()
+            self._end_begun()
             self._commit()
             store_id = self._directory.marker.store_id
             audit = Audit(self._log, self._files, self._records, self._geometry, store_id)
@@ -387,6 +435,7 @@ class DiskTier(Tier):
         with self._write_lock:
             if self._is_closed:
                 return
+            self._end_begun()
             self._is_closed = True
             self._records.close()
             self._reader.close()
@@ -423,6 +472,16 @@ def _warn_of_small_pages(geometry: Geometry) -> None:
         100 * share,
         geometry.capacity_bytes,
     )
+
+
+def _told(batch: Batch) -> TierIOError:
+    """What the end of a batch that has failed raises."""
+    error = batch.failure
+    if isinstance(error, TierIOError):  # anew: several ends may raise it, in threads of their own
+        return TierIOError(str(error), tier="disk", errno=error.errno)
+    if not isinstance(error, OSError):
+        error = OSError(errno.EINTR, "a write that was to be committed with it was interrupted")
+    return _failure(f"writing {len(batch)} pages", error)
 
 
 def _failure(doing: str, error: OSError) -> TierIOError:

@@ -1,4 +1,4 @@
-"""Ctrl-C anywhere in a write or a check: nothing is lost but the write, and the tier goes on."""
+"""Ctrl-C anywhere in a write, a read or a check: no more is lost than that write."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from disk_rig import assert_holds, chain, open_tier, put
+from disk_rig import PAGE_BYTES, assert_holds, buffers, chain, open_tier, put
 
-from tiered_kv.storage.disk import DiskTier
+from tiered_kv.storage.disk import DiskTier, lane, reader, runs
 from tiered_kv.storage.disk.log import SegmentLog
 from tiered_kv.storage.disk.segment import SegmentFiles
 
@@ -55,7 +55,7 @@ def assert_whole(tier: DiskTier) -> None:
     assert counted == live
 
 
-@pytest.mark.parametrize("what", ["write", "check"])
+@pytest.mark.parametrize("what", ["write", "writes in a group", "check"])
 def test_an_interrupt_at_any_call_costs_no_segment_and_no_page_but_the_write(
     path: Path, what: str
 ) -> None:
@@ -66,10 +66,19 @@ def test_an_interrupt_at_any_call_costs_no_segment_and_no_page_but_the_write(
     def write() -> None:
         tier.write(slots, chain(range(number, number + len(slots))))
 
+    def group() -> None:
+        half, pages = len(slots) // 2, chain(range(number, number + len(slots)))
+        ends = [
+            tier.begin_write(slots[:half], pages[:half]),
+            tier.begin_write(slots[half:], pages[half:]),
+        ]
+        for end in ends:
+            end()
+
     def check() -> None:
         tier.check()
 
-    work = write if what == "write" else check
+    work = {"write": write, "writes in a group": group, "check": check}[what]
     calls = interrupted(work, 0)
     for sample in range(SAMPLES):
         number += 1000
@@ -87,6 +96,30 @@ def test_an_interrupt_at_any_call_costs_no_segment_and_no_page_but_the_write(
     tier.close()
     tier = open_tier(path, capacity_bytes=2 << 20)
     assert tier.recovered_pages == len(slots) and tier.check().problems == []
+    tier.close()
+
+
+@pytest.mark.parametrize("first_pages", [100, 7])
+def test_an_interrupt_at_any_call_of_a_read_leaves_nothing_held(
+    path: Path, monkeypatch: pytest.MonkeyPatch, first_pages: int
+) -> None:
+    for module in (runs, reader, lane):
+        monkeypatch.setattr(module, "RUN_BYTES", 2 * PAGE_BYTES)
+    monkeypatch.setattr(runs, "MIN_RUN_BYTES", 2 * PAGE_BYTES)
+    tier = open_tier(path, capacity_bytes=2 << 20)
+    pages = chain(range(30))
+    slots, into = put(tier, pages), buffers(30)
+    monkeypatch.setattr(reader, "FIRST_BYTES", first_pages * tier._reader.stride_bytes)
+    tier.read(slots, into)  # now this thread has its lane
+    calls = interrupted(lambda: tier.read(slots, into), 0)
+    for sample in range(SAMPLES):
+        interrupted(lambda: tier.read(slots, into), 1 + calls * sample // SAMPLES)
+        own: Any = tier._reader._lane()
+        assert set(tier._records._readers) == {0}
+        assert tier._precedence._reads == set()
+        assert not (own._under_way or own._waiting or own._arrived or own._open)
+        assert not own._requests._under_way
+    assert_holds(tier, slots, pages)
     tier.close()
 
 

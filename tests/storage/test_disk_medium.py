@@ -35,6 +35,7 @@ from tiered_kv.storage.base import PageBuffer
 from tiered_kv.storage.disk import DiskTier, lane, medium, reader, ring, runs
 from tiered_kv.storage.disk.direct_io import aligned_buffer, iovecs
 from tiered_kv.storage.disk.parts import PartedPage
+from tiered_kv.storage.disk.records import Records
 from tiered_kv.storage.disk.requests import Request, Requests, ThreadRequests
 from tiered_kv.storage.disk.ring import Ring, RingRequests
 
@@ -44,7 +45,7 @@ RUN_PAGES = 2
 
 @pytest.fixture(params=["ring", "threads"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[Requests]:
-    """What carries reads out; runs are of two pages, and eight are under way at once."""
+    """What carries reads out; runs are of two pages."""
     for module in (runs, reader, lane):
         monkeypatch.setattr(module, "RUN_BYTES", RUN_PAGES * PAGE_BYTES)
     monkeypatch.setattr(runs, "MIN_RUN_BYTES", RUN_PAGES * PAGE_BYTES)
@@ -115,23 +116,93 @@ def test_many_runs_come_back_as_they_were(tier: DiskTier, taken: list[Request]) 
     assert_idle(tier)
 
 
-def test_the_less_is_left_the_less_is_under_way_at_once(
-    tier: DiskTier, way: type[Requests], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What comes last is verified while nothing is read: it must not be all of a long reach."""
-    slots = put(tier, chain(range(24)))
+def watched(tier: DiskTier, way: type[Requests], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """(bytes left, bytes under way) after each request that begins from now on."""
     own, begin_real = lane_of(tier), way.begin
-    seen: list[tuple[int, int]] = []  # bytes left, bytes under way
+    seen: list[tuple[int, int]] = []
 
     def begin(self: Any, request: Request) -> None:
         begin_real(self, request)
         seen.append((own._waiting_bytes + own._under_way_bytes, own._under_way_bytes))
 
     monkeypatch.setattr(way, "begin", begin)
-    assert tier.read(slots, buffers(24)) == [None] * 24
-    assert max(under_way for _, under_way in seen) > own._reach_bytes // 2
-    assert seen[-1][1] <= RUN_PAGES * PAGE_BYTES
-    assert all(under_way <= max(left // 2, RUN_PAGES * PAGE_BYTES) for left, under_way in seen)
+    return seen
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_the_less_is_left_the_less_is_under_way_at_once(
+    tier: DiskTier, way: type[Requests], monkeypatch: pytest.MonkeyPatch, is_begun: bool
+) -> None:
+    """What comes last is verified while nothing is read: it must not be all of a long reach."""
+    run_bytes, part = RUN_PAGES * PAGE_BYTES, 1 / 2 if is_begun else 3 / 4
+    slots = put(tier, chain(range(24)))
+    seen = watched(tier, way, monkeypatch)
+    if is_begun:
+        assert tier.begin_read(slots, buffers(24))() == [None] * 24
+    else:
+        assert tier.read(slots, buffers(24)) == [None] * 24
+    most = {False: 8, True: 6}[is_begun]  # of 12 in all; the part of the first would allow 9
+    assert max(under_way for _, under_way in seen) == most * run_bytes
+    assert seen[-1][1] <= run_bytes
+    assert all(under_way <= max(left * part, run_bytes) for left, under_way in seen)
+
+
+def test_the_first_that_begins_is_under_way_before_the_next_is_made_ready(
+    tier: DiskTier, way: type[Requests], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The medium may have nothing to do meanwhile."""
+    slots = put(tier, chain(range(24)))
+    assert tier.read(slots, buffers(24)) == [None] * 24  # now this thread has its requests
+    steps: list[str] = []
+    begin_real, submit_real = way.begin, way.submit
+
+    def begin(self: Any, request: Request) -> None:
+        steps.append("begin")
+        begin_real(self, request)
+
+    def submit(self: Any) -> None:
+        steps.append("submit")
+        submit_real(self)
+
+    monkeypatch.setattr(way, "begin", begin)
+    monkeypatch.setattr(way, "submit", submit)
+    end = tier.begin_read(slots, buffers(24))
+    assert steps == ["begin", "submit", *["begin"] * 5, "submit"]
+    assert end() == [None] * 24
+
+
+@pytest.mark.parametrize("is_more", [False, True])
+def test_of_a_long_read_the_first_part_begins_before_the_rest_is_looked_up(
+    tier: DiskTier, way: type[Requests], monkeypatch: pytest.MonkeyPatch, is_more: bool
+) -> None:
+    pages = chain(range(8 + is_more))
+    slots = put(tier, pages)
+    tier.free(slots[3:4])  # what is not there keeps its place among the outcomes
+    taken = tier.reserve(1)
+    assert taken == slots[3:4]
+    monkeypatch.setattr(reader, "FIRST_BYTES", 8 * tier._reader.stride_bytes + 1)
+    steps: list[Any] = []
+    locate_real, begin_real = Records.locate, way.begin
+
+    def locate(self: Records, wanted: Any, held: Any) -> Any:
+        steps.append(list(wanted))
+        return locate_real(self, wanted, held)
+
+    def begin(self: Any, request: Request) -> None:
+        steps.append("begin")
+        begin_real(self, request)
+
+    monkeypatch.setattr(Records, "locate", locate)
+    monkeypatch.setattr(way, "begin", begin)
+    into = buffers(len(slots))
+    outcomes = tier.read(slots, into)
+    assert [at for at, outcome in enumerate(outcomes) if outcome is not None] == [3]
+    for at in (*range(3), *range(4, len(slots))):
+        assert np.array_equal(into[at], pages[at].data)
+    assert [step for step in steps if step != "begin"] == [slots[:8], *([slots[8:]] * is_more)]
+    if is_more:
+        assert "begin" in steps[: steps.index(slots[8:])]
+    assert_idle(tier)
 
 
 @pytest.mark.parametrize("page_bytes", [PAGE_BYTES, 20_000])
@@ -146,7 +217,7 @@ def test_callers_buffers_need_not_be_aligned(
     into = [memory[at * 24576 + shift :][:page_bytes] for at in range(40)]
     assert tier.read(slots, into) == [None] * 40
     assert all(np.array_equal(got, wanted.data) for got, wanted in zip(into, pages, strict=True))
-    assert len(lane_of(tier)._detours) <= 6  # no more than can be under way
+    assert len(lane_of(tier)._detours) <= 12  # no more than can be under way
     tier.close()
 
 
@@ -186,22 +257,19 @@ def test_through_the_page_cache_it_works_too(
     tier.close()
 
 
+@pytest.mark.parametrize("is_begun", [False, True])
 def test_no_more_is_under_way_than_io_threads_say(
-    way: type[Requests], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    way: type[Requests], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_begun: bool
 ) -> None:
-    most, begin_real = 0, way.begin
+    """So many runs are read, and as many are queued behind them."""
     tier = open_tier(tmp_path / "store", io_threads=3)
-    pages = chain(range(60))
-    slots = put(tier, pages)
-
-    def begin(self: Any, request: Request) -> None:
-        nonlocal most
-        begin_real(self, request)
-        most = max(most, lane_of(tier)._under_way_bytes)
-
-    monkeypatch.setattr(way, "begin", begin)
-    assert_holds(tier, slots, pages)
-    assert most == 3 * RUN_PAGES * PAGE_BYTES
+    slots = put(tier, chain(range(60)))
+    seen = watched(tier, way, monkeypatch)
+    if is_begun:
+        assert tier.begin_read(slots, buffers(60))() == [None] * 60
+    else:
+        assert tier.read(slots, buffers(60)) == [None] * 60
+    assert max(under_way for _, under_way in seen) == 6 * RUN_PAGES * PAGE_BYTES
     tier.close()
 
 

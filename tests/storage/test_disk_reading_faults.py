@@ -83,15 +83,17 @@ def test_runs_of_one_segment_share_a_descriptor(
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+@pytest.mark.parametrize("first_pages", [20, 12, 1])
 @pytest.mark.parametrize(
     ("owner", "name"),
     [(Records, "locate"), (Records, "release"), (Precedence, "begin_read")],
 )
 def test_an_interrupt_after_counting_leaves_nothing_held(
-    tier: DiskTier, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+    tier: DiskTier, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, first_pages: int
 ) -> None:
     pages = chain(range(20))
     slots = put(tier, pages)
+    monkeypatch.setattr(reader, "FIRST_BYTES", first_pages * tier._reader.stride_bytes)
     monkeypatch.setattr(owner, name, raising_once(getattr(owner, name), KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         tier.read(slots, buffers(20))
@@ -122,6 +124,7 @@ def test_a_ring_that_cannot_be_drained_is_replaced(
     with monkeypatch.context() as patch:
         patch.setattr(ring, "_DRAIN_TRIES", 1)
         patch.setattr(Ring, "enter", refuse)
+        patch.setattr(Ring, "next_completion", lambda _: None)  # nor had it been done by then
         with pytest.raises(OSError, match="Cannot allocate memory"):
             tier.read(slots, buffers(40))
     assert tier._reader._lane()._requests is not first

@@ -49,11 +49,15 @@ def test_a_half_that_breaks_is_raised_when_the_other_has_ended(
     assert len(ended) == 1
 
 
-@pytest.mark.parametrize(("runnable", "cores", "threads"), [(1, 2, 2), (2, 2, 1), (1, 1, 1)])
+@pytest.mark.parametrize(
+    ("runnable", "sleeping", "cores", "threads"),
+    [(1, 0, 2, 2), (2, 0, 2, 1), (1, 0, 1, 1), (1, 1, 2, 1), (1, 1, 3, 2), (1, 2, 3, 1)],
+)
 def test_it_takes_no_core_from_who_computes(
     second: SecondThread,
     monkeypatch: pytest.MonkeyPatch,
     runnable: int,
+    sleeping: int,
     cores: int,
     threads: int,
 ) -> None:
@@ -61,7 +65,7 @@ def test_it_takes_no_core_from_who_computes(
     monkeypatch.setattr(second_thread, "_runnable_threads", lambda: runnable)
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     done: list[tuple[int, int]] = []
-    second.both_halves(6, lambda first, last: done.append((first, last)))
+    second.both_halves(6, lambda first, last: done.append((first, last)), sleeping)
     assert sorted(done) == ([(0, 6)] if threads == 1 else [(0, 3), (3, 6)])
 
 

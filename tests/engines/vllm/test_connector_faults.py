@@ -172,7 +172,7 @@ def test_a_full_disk_costs_hits_and_nothing_else(
 
     with open_connected(qwen3, disk=str(tmp_path), disk_size="64MiB") as engine:
         with monkeypatch.context() as patch:
-            patch.setattr(DiskTier, "write", full)
+            patch.setattr(DiskTier, "begin_write", full)
             for _ in range(2):  # the second time from host
                 assert tokens_of(generate(engine, prompts)) == expected
                 reset_apc(engine)
