@@ -385,3 +385,31 @@ def test_a_write_that_fails_at_its_end_leaves_no_slot_taken(
     for got, at in zip(into, (2, 0, 1), strict=True):
         assert (got == pages[at].data).all()
     tier.close()
+
+
+def test_a_full_disk_is_written_over_on_every_rank(
+    engine: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots of pages given up go to others at once: no order says that they are free."""
+    rig = engine(ranks=2, host_pages=8, disk=tmp_path, disk_size=1 << 20)
+    disks = [rank.disk for rank in rig.ranks if isinstance(rank.disk, DiskTier)]
+    full = disks[0].capacity_pages
+    assert full == 25
+
+    def used() -> list[int]:
+        return [disk.used_bytes // disk.page_bytes for disk in disks]
+
+    for prompt in "ABCDEFGHIJ":
+        rig.store(chain(prompt, "b", "c", "d"), range(4))
+    assert rig.decider.stats().resident_pages[DISK] == full
+    assert used() == [full, full]
+    assert [rank.carrier.stats().failed_writes for rank in rig.ranks] == [0, 0]
+
+    def broken(*_: object) -> None:
+        raise TierIOError("the medium broke (injected)", tier=DISK, errno=5)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskTier, "begin_write", broken)
+        rig.store(chain("K", "b", "c", "d"), range(4))
+    assert rig.decider.stats().resident_pages[DISK] == full - 4
+    assert used() == [full - 4, full - 4]

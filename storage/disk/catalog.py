@@ -268,6 +268,7 @@ class Catalog:
                 here = slice(at, at + _CHANGES_AT_ONCE)
                 with self._env.begin(write=True, db=self._entries) as txn:
                     self._apply(txn, moved[here], deleted[here], generations)
+                    self._note(txn, generations)  # a crash before the last leaves what has moved
             with self._env.begin(write=True, db=self._entries) as txn:
                 change(txn, (), ())
 

@@ -50,7 +50,8 @@ class Entries:
         if not count:
             return []
         if (rows["sequence"][1:] < rows["sequence"][:-1]).any():
-            rows = rows[np.argsort(rows["sequence"])]
+            # Stable: of a record that has moved twice the later place comes last, and counts.
+            rows = rows[np.argsort(rows["sequence"], kind="stable")]
         segments, which = np.unique(rows["segment"], return_inverse=True)
         current = np.array([generations[segment] for segment in segments.tolist()], np.uint64)
         rows["generation"] = current[which]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Iterator
 from contextlib import closing
@@ -72,6 +73,36 @@ def test_a_record_that_has_moved_keeps_its_place_in_the_order(catalog: Catalog) 
     moved = [record(3, segment=1), record(4, segment=1), record(1, segment=1)]
     catalog.commit(moved=moved, generations=GENERATIONS)
     assert list(catalog.records()) == [(moved[2], 9), (record(2), 7), (moved[0], 9)]
+
+
+def test_of_records_that_have_moved_twice_the_later_place_counts(catalog: Catalog) -> None:
+    """Compaction moved them, its commit failed, and it moved them again: both are unsaved."""
+    numbers = list(range(1, 101))
+    catalog.commit(added=items(numbers), generations=GENERATIONS)
+    moved = [record(number, segment) for segment in (2, 1) for number in numbers]
+    catalog.commit(moved=moved, generations={**GENERATIONS, 2: 8})
+    assert list(catalog.records()) == [(record(number, segment=1), 9) for number in numbers]
+
+
+def test_what_a_nearly_full_catalog_moves_ahead_counts_if_the_rest_never_comes(
+    catalog: Catalog,
+) -> None:
+    """Opening drops an entry of another generation than its segment has."""
+    numbers = list(range(1, 41))
+    catalog.commit(added=items(numbers), generations={0: 7})
+    ends = iter([lmdb.MapFullError("no room"), OSError(errno.EIO, "the medium broke")])
+
+    def breaks() -> None:
+        raise next(ends)
+
+    with pytest.raises(OSError, match="the medium broke"):
+        catalog.commit(
+            moved=[record(number, segment=1) for number in numbers],
+            generations=GENERATIONS,
+            when=breaks,
+        )
+    assert list(catalog.records()) == [(record(number, segment=1), 9) for number in numbers]
+    assert catalog.generations() == GENERATIONS
 
 
 def test_pages_that_come_and_go_in_order_take_as_many_leaves_as_they_fill(
