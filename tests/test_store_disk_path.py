@@ -178,8 +178,8 @@ def test_a_flush_in_parts_is_committed_once(
     open_store: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each part is planned when the one before has begun: the medium need not wait for the plan."""
-    monkeypatch.setattr(tiered_kv.flush, "_FIRST_BYTES", PAGE_BYTES)
-    monkeypatch.setattr(tiered_kv.flush, "_PART_BYTES", 3 * PAGE_BYTES)
+    monkeypatch.setattr(tiered_kv.flush, "_FIRST_PAGES", 1)
+    monkeypatch.setattr(tiered_kv.flush, "_PART_PAGES", 3)
     store = open_store(host=24)
     prompts = [chain(store, 6, 1), chain(store, 6, 2)]
     for keys in prompts:
@@ -213,8 +213,8 @@ def test_a_flush_in_parts_is_committed_once(
 def test_parts_of_a_flush_fail_together_and_can_be_flushed_again(
     open_store: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiered_kv.flush, "_FIRST_BYTES", PAGE_BYTES)
-    monkeypatch.setattr(tiered_kv.flush, "_PART_BYTES", PAGE_BYTES)
+    monkeypatch.setattr(tiered_kv.flush, "_FIRST_PAGES", 1)
+    monkeypatch.setattr(tiered_kv.flush, "_PART_PAGES", 1)
     store = open_store()
     keys = chain(store, 4)
     put_pages(store, keys)
@@ -235,8 +235,8 @@ def test_parts_of_a_flush_fail_together_and_can_be_flushed_again(
 def test_a_part_that_fails_to_begin_ends_the_flush_and_those_before_it_count(
     open_store: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiered_kv.flush, "_FIRST_BYTES", PAGE_BYTES)
-    monkeypatch.setattr(tiered_kv.flush, "_PART_BYTES", PAGE_BYTES)
+    monkeypatch.setattr(tiered_kv.flush, "_FIRST_PAGES", 1)
+    monkeypatch.setattr(tiered_kv.flush, "_PART_PAGES", 1)
     store = open_store()
     keys = chain(store, 4)
     put_pages(store, keys)
@@ -256,7 +256,7 @@ def test_an_interrupted_flush_leaves_nothing_under_way(
 ) -> None:
     """What was begun is finished by the stream, and what was not is left for the next flush."""
     monkeypatch.setattr(tiered_kv.flush, "WRITE_BATCH_BYTES", 3 * PAGE_BYTES)
-    monkeypatch.setattr(tiered_kv.flush, "_FIRST_BYTES", PAGE_BYTES)
+    monkeypatch.setattr(tiered_kv.flush, "_FIRST_PAGES", 1)
     store = open_store()
     keys = chain(store, 10)
     put_pages(store, keys)
@@ -301,7 +301,7 @@ def test_a_flush_waits_for_a_page_that_a_put_still_brings(
     assert put_pages(store, keys[1:]) == 1
     assert put_pages(store, other) == 3
     monkeypatch.setattr(tiered_kv.flush, "Run", Started)
-    monkeypatch.setattr(tiered_kv.flush, "_FIRST_BYTES", PAGE_BYTES)
+    monkeypatch.setattr(tiered_kv.flush, "_FIRST_PAGES", 1)
     with ThreadPoolExecutor(1) as pool:
         flushed = pool.submit(store.flush)
         assert started.wait(PATIENCE_S)

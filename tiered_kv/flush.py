@@ -15,8 +15,8 @@ from tiered_kv.streams import Event
 from tiered_kv.tasks import Batch
 from tiered_kv.transfer import Transfer
 
-_FIRST_BYTES = 4 << 20  # planned and hashed in 2.5 ms of pages of 64 KiB: the first write begins
-_PART_BYTES = 16 << 20  # in 8; of 8 MiB each, no difference (2 cores, virtio disk, 2026-11)
+_FIRST_PAGES = 64  # planned in 1 ms, so that the first write begins: planning takes so long a page
+_PART_PAGES = 256
 
 
 @dataclass(slots=True)
@@ -85,10 +85,10 @@ class Flush:
         with mover.lock:
             mover.in_flight.add(group)
         try:
-            at, count = 0, self._pages(_FIRST_BYTES)
+            at, count = 0, _FIRST_PAGES
             while at < len(pages) and not self._has_stopped:
                 self._begin(pages[at : at + count])
-                at, count = at + count, self._pages(_PART_BYTES)
+                at, count = at + count, _PART_PAGES
         except BaseException as error:  # nobody is above a stream
             self._broke(error)
         try:
