@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.base import Page, PageBuffer
@@ -41,6 +42,30 @@ def open_tier(path: Path, **changes: Any) -> DiskTier:
         "fingerprint": FINGERPRINT,
     }
     return DiskTier.open(path, **(settings | changes))
+
+
+def noted_calls(
+    patch: pytest.MonkeyPatch, *methods: tuple[Any, str], when_done: bool = False
+) -> list[str]:
+    """The names of these methods as they are called from now on, or as they return."""
+    events: list[str] = []
+
+    def note(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+
+        def noted(*arguments: Any, **named: Any) -> Any:
+            if not when_done:
+                events.append(name)
+            done = real(*arguments, **named)
+            if when_done:
+                events.append(name)
+            return done
+
+        patch.setattr(owner, name, noted)
+
+    for owner, name in methods:
+        note(owner, name)
+    return events
 
 
 def put(tier: DiskTier, pages: list[Page]) -> list[int]:

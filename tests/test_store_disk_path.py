@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from disk_rig import key_of
+from disk_rig import key_of, noted_calls
 from store_rig import (
     PAGE_BYTES,
     PATIENCE_S,
@@ -184,19 +184,7 @@ def test_a_flush_in_parts_is_committed_once(
     prompts = [chain(store, 6, 1), chain(store, 6, 2)]
     for keys in prompts:
         assert put_pages(store, keys) == 6
-    events: list[str] = []
-
-    def note(owner: Any, name: str) -> None:
-        real = getattr(owner, name)
-
-        def noted(*arguments: Any, **named: Any) -> Any:
-            events.append(name)
-            return real(*arguments, **named)
-
-        monkeypatch.setattr(owner, name, noted)
-
-    note(Planner, "plan_flush")
-    note(DiskTier, "begin_write")
+    events = noted_calls(monkeypatch, (Planner, "plan_flush"), (DiskTier, "begin_write"))
     commits = count_commits(monkeypatch)
     assert store.flush() == 12
     assert events == ["plan_flush", "begin_write"] * 5
@@ -210,11 +198,17 @@ def test_a_flush_in_parts_is_committed_once(
         assert get_pages(store, keys) == ("disk",) * 6
 
 
+@pytest.fixture
+def page_by_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each page is a part of its own."""
+    monkeypatch.setattr(tiered_kv.flush, "_FIRST_PAGES", 1)
+    monkeypatch.setattr(tiered_kv.flush, "_PART_PAGES", 1)
+
+
+@pytest.mark.usefixtures("page_by_page")
 def test_parts_of_a_flush_fail_together_and_can_be_flushed_again(
     open_store: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiered_kv.flush, "_FIRST_PAGES", 1)
-    monkeypatch.setattr(tiered_kv.flush, "_PART_PAGES", 1)
     store = open_store()
     keys = chain(store, 4)
     put_pages(store, keys)
@@ -232,11 +226,10 @@ def test_parts_of_a_flush_fail_together_and_can_be_flushed_again(
     assert index_problems(store, idle=True) == []
 
 
+@pytest.mark.usefixtures("page_by_page")
 def test_a_part_that_fails_to_begin_ends_the_flush_and_those_before_it_count(
-    open_store: Rig, monkeypatch: pytest.MonkeyPatch
+    open_store: Rig,
 ) -> None:
-    monkeypatch.setattr(tiered_kv.flush, "_FIRST_PAGES", 1)
-    monkeypatch.setattr(tiered_kv.flush, "_PART_PAGES", 1)
     store = open_store()
     keys = chain(store, 4)
     put_pages(store, keys)

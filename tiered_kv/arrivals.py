@@ -26,6 +26,13 @@ class Arrivals:
         """When a page will be in a tier; None if it is not on its way there."""
         return self._events[tier].get(key)
 
+    def above(
+        self, tier: str, keys: Iterable[PageKey], parents: Iterable[PageKey | None]
+    ) -> set[Event]:
+        """When parents of pages, but those among the pages, will be there: hardly ever any."""
+        events = self._events[tier]
+        return {events[key] for key in {*parents}.difference(keys) if key in events}
+
     def end(self, tier: str, keys: Iterable[PageKey]) -> None:
         """Pages, all announced, are on their way no longer."""
         events = self._events[tier]

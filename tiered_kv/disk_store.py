@@ -288,10 +288,7 @@ class DiskStore:
         if len(keys) != len(pages):
             raise ValueError(f"{len(pages)} pages for {len(keys)} keys: they must be one to one")
         for page in pages:
-            if isinstance(page, np.ndarray):
-                n_bytes = page.nbytes
-            else:
-                n_bytes = sum(part.nbytes for part in page)
+            n_bytes = sum([part.nbytes for part in pieces(page)])
             if n_bytes != self.page_bytes:
                 raise ValueError(f"a page has {self.page_bytes} bytes, not {n_bytes}")
 

@@ -119,9 +119,8 @@ class Flush:
         """Whether another transfer brings a page to host, or writes one that these hang from."""
         if waiting(moves):
             return True
-        above = {*parents_of(moves)}.difference(keys_of(moves))  # hardly any
-        events = {self._mover.arrivals.event(DISK, key) for key in above if key}
-        return not events <= {None, *(part.done for part in self._parts)}
+        above = self._mover.arrivals.above(DISK, keys_of(moves), parents_of(moves))
+        return not above <= {part.done for part in self._parts}
 
     def _end(self) -> None:
         parts, self._parts = self._parts, []

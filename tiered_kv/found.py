@@ -64,10 +64,9 @@ class KeyOrder:
             ordered = beginnings[rows]
         return cls(ordered, rows)
 
-    def of_kept(self, is_kept: Array) -> KeyOrder:
-        """The same for the rows that are kept, which move up."""
+    def of_kept(self, is_kept: Array, row: Array) -> KeyOrder:
+        """The same for the rows that are kept, each of which moves to another."""
         stays = is_kept[self.rows]
-        row = np.cumsum(is_kept, dtype=np.int32) - 1
         return KeyOrder(self.beginnings[stays], row[self.rows[stays]])
 
     def alike(self) -> Array:
@@ -131,7 +130,7 @@ class FoundPages:
             np.where(above < 0, above, row[above]),
             self.slot[kept],
             self.rank[kept],
-            None if self.order is None else self.order.of_kept(is_rooted),
+            None if self.order is None else self.order.of_kept(is_rooted, row),
         )
         return found, self.slot[~is_rooted].tolist()
 

@@ -223,8 +223,7 @@ class Run:
             gone = [self._demoted[page] for page in afters_of(batch) if page >= 0]
             needs.update((arrivals.event(DISK, key), None) for key in gone)
         if batch[0].target == DISK:
-            above = {*parents_of(batch)}.difference(keys_of(batch))  # hardly any
-            needs.update((arrivals.event(DISK, key), None) for key in above if key)
+            needs.update(dict.fromkeys(arrivals.above(DISK, keys_of(batch), parents_of(batch))))
         return [event for event in needs if event is not None and event is not task.done]
 
     def _publish(

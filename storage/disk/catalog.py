@@ -25,7 +25,8 @@ from tiered_kv.storage.disk.entries import (
     SEAL_BYTES,
     SEQUENCE_BYTES,
     Item,
-    entries_from,
+    items_of,
+    rows_from,
     sequences_of,
 )
 from tiered_kv.storage.disk.extent import EPOCH_SHIFT, HAS_PARENT, Record
@@ -191,13 +192,7 @@ class Catalog:
         Raises:
             TierIOError: as `commit`.
         """
-
-        def change(txn: lmdb.Transaction, moved: Sequence[Record], deleted: Sequence[int]) -> None:
-            self._apply(txn, moved, deleted, generations)
-            _append(txn, added)
-            self._note(txn, generations)
-
-        self._change(change, moved, deleted, generations)
+        self._change(moved, deleted, added, generations)
         self._noted |= generations
 
     def commit(
@@ -228,10 +223,7 @@ class Catalog:
                 but a commit that the medium failed at its very end may be found after a crash.
         """
 
-        def change(txn: lmdb.Transaction, moved: Sequence[Record], deleted: Sequence[int]) -> None:
-            self._apply(txn, moved, deleted, generations)
-            _append(txn, added)
-            self._note(txn, generations)
+        def end(txn: lmdb.Transaction) -> None:
             if counted_below is not None:
                 txn.put(b"counted", _NUMBER.pack(counted_below), db=self._meta)
             if identity is not None:
@@ -239,17 +231,18 @@ class Catalog:
                 txn.put(b"epoch", _NUMBER.pack(identity[1]), db=self._meta)
             when()
 
-        self._change(change, moved, deleted, generations)
+        self._change(moved, deleted, added, generations, end)
         with _told_as_failures():
             self._env.sync(True)
         self._noted |= generations
 
     def _change(
         self,
-        change: Callable[[lmdb.Transaction, Sequence[Record], Sequence[int]], None],
         moved: Sequence[Record],
         deleted: Sequence[int],
+        added: Sequence[Item],
         generations: dict[int, int],
+        end: Callable[[lmdb.Transaction], None] = lambda txn: None,
     ) -> None:
         """One transaction; if the map is too full for it, what may come before it does so.
 
@@ -258,33 +251,35 @@ class Catalog:
         """
         with _told_as_failures():
             try:
-                with self._env.begin(write=True, db=self._entries) as txn:
-                    change(txn, moved, deleted)
+                self._apply(moved, deleted, added, generations, end)
                 return
             except lmdb.MapFullError:
                 if len(moved) + len(deleted) <= _CHANGES_AT_ONCE:
                     raise
             for at in range(0, max(len(moved), len(deleted)), _CHANGES_AT_ONCE):
                 here = slice(at, at + _CHANGES_AT_ONCE)
-                with self._env.begin(write=True, db=self._entries) as txn:
-                    self._apply(txn, moved[here], deleted[here], generations)
-                    self._note(txn, generations)  # a crash before the last leaves what has moved
-            with self._env.begin(write=True, db=self._entries) as txn:
-                change(txn, (), ())
+                self._apply(moved[here], deleted[here], (), generations, lambda txn: None)
+            self._apply((), (), added, generations, end)
 
     def _apply(
         self,
-        txn: lmdb.Transaction,
         moved: Sequence[Record],
         deleted: Sequence[int],
+        added: Sequence[Item],
         generations: dict[int, int],
+        end: Callable[[lmdb.Transaction], None],
     ) -> None:
-        here = [record for record in moved if txn.get(_SEQUENCE.pack(record.sequence)) is not None]
-        if here:
-            with txn.cursor() as cursor:
-                cursor.putmulti(entries_from(here).items(generations))
-        for sequence in sequences_of(np.sort(np.array(deleted, np.uint64))):
-            txn.delete(sequence)
+        """One transaction, of which `end` is the last step."""
+        with self._env.begin(write=True, db=self._entries) as txn:
+            here = [one for one in moved if txn.get(_SEQUENCE.pack(one.sequence)) is not None]
+            if here:
+                with txn.cursor() as cursor:
+                    cursor.putmulti(items_of(rows_from(here), generations))
+            for sequence in sequences_of(np.sort(np.array(deleted, np.uint64))):
+                txn.delete(sequence)
+            _append(txn, added)
+            self._note(txn, generations)
+            end(txn)
 
     def _note(self, txn: lmdb.Transaction, generations: dict[int, int]) -> None:
         if generations == self._noted:

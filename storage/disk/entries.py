@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -38,31 +37,25 @@ SEAL_BYTES = 8
 _SEALED_BYTES = LISTED.itemsize - SEAL_BYTES
 
 
-@dataclass(slots=True)
-class Entries:
-    """What the catalog is to say of pages: rows of `LISTED`, without generation and seal."""
-
-    rows: Column
-
-    def items(self, generations: dict[int, int]) -> list[Item]:
-        """Sequences and entries to be stored, in order of sequence."""
-        count, rows = len(self.rows), self.rows
-        if not count:
-            return []
-        if (rows["sequence"][1:] < rows["sequence"][:-1]).any():
-            # Stable: of a record that has moved twice the later place comes last, and counts.
-            rows = rows[np.argsort(rows["sequence"], kind="stable")]
-        segments, which = np.unique(rows["segment"], return_inverse=True)
-        current = np.array([generations[segment] for segment in segments.tolist()], np.uint64)
-        rows["generation"] = current[which]
-        step = LISTED.itemsize
-        starts = range(0, count * step, step)
-        unsealed = memoryview(rows.tobytes())
-        digest = xxhash.xxh3_64_intdigest
-        rows["seal"] = [digest(unsealed[at : at + _SEALED_BYTES]) for at in starts]
-        listed = rows.tobytes()
-        values = [listed[at + SEQUENCE_BYTES : at + step] for at in starts]
-        return list(zip(sequences_of(rows["sequence"]), values, strict=True))
+def items_of(rows: Column, generations: dict[int, int]) -> list[Item]:
+    """Entries (`LISTED`) to be stored, in order of sequence, with generation and seal."""
+    count = len(rows)
+    if not count:
+        return []
+    if (rows["sequence"][1:] < rows["sequence"][:-1]).any():
+        # Stable: of a record that has moved twice the later place comes last, and counts.
+        rows = rows[np.argsort(rows["sequence"], kind="stable")]
+    segments, which = np.unique(rows["segment"], return_inverse=True)
+    current = np.array([generations[segment] for segment in segments.tolist()], np.uint64)
+    rows["generation"] = current[which]
+    step = LISTED.itemsize
+    starts = range(0, count * step, step)
+    unsealed = memoryview(rows.tobytes())
+    digest = xxhash.xxh3_64_intdigest
+    rows["seal"] = [digest(unsealed[at : at + _SEALED_BYTES]) for at in starts]
+    listed = rows.tobytes()
+    values = [listed[at + SEQUENCE_BYTES : at + step] for at in starts]
+    return list(zip(sequences_of(rows["sequence"]), values, strict=True))
 
 
 def sequences_of(numbers: Column) -> list[bytes]:
@@ -71,18 +64,18 @@ def sequences_of(numbers: Column) -> list[bytes]:
     return keys
 
 
-def entries_of(records: Column, segments: Column, blocks: Column) -> Entries:
-    """What to say of records (`RECORD`) that lie in these places."""
+def rows_of(records: Column, segments: Column, blocks: Column) -> Column:
+    """What to say of records (`RECORD`) that lie in these places; without generation and seal."""
     rows = np.zeros(len(records), LISTED)
     for name in ("key", "parent", "checksum", "sequence", "stored_bytes", "codec", "flags"):
         rows[name] = records[name]
     rows["segment"] = segments
     rows["offset"] = blocks.astype(np.uint64) * BLOCK_BYTES
-    return Entries(rows)
+    return rows
 
 
-def entries_from(records: Sequence[Record]) -> Entries:
-    """What to say of records that lie where they say."""
+def rows_from(records: Sequence[Record]) -> Column:
+    """What to say of records that lie where they say; without generation and seal."""
     rows = np.zeros(len(records), LISTED)
     rows["key"] = key_column([record.key for record in records])
     rows["parent"] = key_column([record.parent for record in records])
@@ -91,4 +84,4 @@ def entries_from(records: Sequence[Record]) -> Entries:
     for name in ("sequence", "offset", "stored_bytes", "segment", "codec"):
         rows[name] = [getattr(record, name) for record in records]
     rows["flags"] = [0 if record.parent is None else HAS_PARENT for record in records]
-    return Entries(rows)
+    return rows

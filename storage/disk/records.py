@@ -15,7 +15,7 @@ from tiered_kv.found import FoundPages, KeyOrder, parent_rows, ranks
 from tiered_kv.keys import PageKey
 from tiered_kv.storage.disk.batch import Batch
 from tiered_kv.storage.disk.columns import Column, Columns, column
-from tiered_kv.storage.disk.entries import Entries, entries_of
+from tiered_kv.storage.disk.entries import rows_of
 from tiered_kv.storage.disk.extent import Record
 
 _CHUNK_SLOTS = 1024
@@ -106,13 +106,13 @@ class Records:
             self._state[slots] = WRITING  # with the next line one step: no signal between
             self._live_pages[segment] += count
 
-    def written(self, batch: Batch) -> Entries | None:
-        """Where the pages of a batch that is being written lie now; None if some were lost."""
+    def written(self, batch: Batch) -> Column | None:
+        """What to list of a batch that is being written, as it lies now; None if some were lost."""
         with self._changed:
             if not self.holds(batch):
                 return None
             segments, blocks = self._rows.segment[batch.slots], self._rows.block[batch.slots]
-        return entries_of(batch.rows, segments, blocks)
+        return rows_of(batch.rows, segments, blocks)
 
     def holds(self, batch: Batch) -> bool:
         """Whether the slots of a batch that is being written hold its pages, and no others."""

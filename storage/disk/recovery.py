@@ -22,7 +22,7 @@ from tiered_kv.storage.disk.catalog import (
 from tiered_kv.storage.disk.columns import Column, Columns
 from tiered_kv.storage.disk.direct_io import BLOCK_BYTES, aligned_buffer
 from tiered_kv.storage.disk.directory import FORMAT_VERSION, StoreDirectory
-from tiered_kv.storage.disk.entries import entries_from
+from tiered_kv.storage.disk.entries import items_of, rows_from
 from tiered_kv.storage.disk.extent import (
     CODEC_RAW,
     EPOCH_SHIFT,
@@ -195,7 +195,7 @@ def _from_segments(
     catalog = Catalog(directory.catalog_path, marker.geometry.catalog_bytes)
     try:
         catalog.commit(
-            added=entries_from(kept).items(generations),
+            added=items_of(rows_from(kept), generations),
             generations=generations,
             counted_below=epoch << EPOCH_SHIFT,
             identity=(marker.store_id, epoch),

@@ -19,6 +19,7 @@ from tiered_kv.storage.disk.batch import Batch
 from tiered_kv.storage.disk.compaction import Compaction
 from tiered_kv.storage.disk.direct_io import probe_direct
 from tiered_kv.storage.disk.directory import SESSIONS, StoreDirectory, no_space
+from tiered_kv.storage.disk.entries import items_of
 from tiered_kv.storage.disk.geometry import Geometry
 from tiered_kv.storage.disk.log import SegmentLog
 from tiered_kv.storage.disk.parts import PageParts, PartedPage, require_pages
@@ -34,6 +35,7 @@ _SMALL_PAGE_BYTES = 16 << 10
 # instead of 1.9. 32 MiB: no difference; 16: 0.5 ms slower (virtio disk, 2026-11).
 _AHEAD_PAGES = 128
 _AHEAD_BYTES = 32 << 20
+_LOST = "a page was lost before it was durable"
 _log = logging.getLogger(__name__)
 
 
@@ -296,8 +298,7 @@ class DiskTier(Tier):
         """
         for at, batch in enumerate(self._begun):
             if not self._records.holds(batch):
-                lost = OSError(errno.EIO, "a page was lost before it was durable")
-                self._fail(self._begun[at:], lost)
+                self._fail(self._begun[at:], OSError(errno.EIO, _LOST))
                 return
 
     def _leave(self, batch: Batch, error: BaseException) -> None:
@@ -339,11 +340,11 @@ class DiskTier(Tier):
 
         What is freed meanwhile, or after a failure in between, waits for the next commit.
         """
-        entries = self._records.written(batch)
-        if entries is None:
-            raise OSError(errno.EIO, "a page was lost before it was durable")
+        rows = self._records.written(batch)
+        if rows is None:
+            raise OSError(errno.EIO, _LOST)
         generations = self._log.generations
-        added = entries.items(generations)
+        added = items_of(rows, generations)
         unsaved = changes = self._records.unsaved()
         if len(batch) >= _AHEAD_PAGES and len(batch) * self.page_bytes >= _AHEAD_BYTES:
             self._catalog.prepare(

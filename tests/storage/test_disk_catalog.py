@@ -14,7 +14,7 @@ from disk_rig import assert_holds, chain, key_of, open_tier, put
 
 from tiered_kv.errors import TierIOError
 from tiered_kv.storage.disk.catalog import Catalog
-from tiered_kv.storage.disk.entries import Item, entries_from
+from tiered_kv.storage.disk.entries import Item, items_of, rows_from
 from tiered_kv.storage.disk.extent import Record
 
 GENERATIONS = {0: 7, 1: 9}
@@ -26,7 +26,7 @@ def record(sequence: int, segment: int = 0) -> Record:
 
 
 def items(sequences: list[int]) -> list[Item]:
-    return entries_from([record(sequence) for sequence in sequences]).items(GENERATIONS)
+    return items_of(rows_from([record(sequence) for sequence in sequences]), GENERATIONS)
 
 
 @pytest.fixture

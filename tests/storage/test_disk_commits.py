@@ -20,6 +20,7 @@ from disk_rig import (
     buffers,
     chain,
     key_of,
+    noted_calls,
     open_tier,
     put,
     raising_once,
@@ -117,21 +118,8 @@ def assert_opens_with(path: Path, pages: list[Page]) -> None:
 def test_the_catalog_hears_of_pages_before_their_data_are_synced_and_commits_after(
     tier: DiskTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    events: list[str] = []
-
-    def note(owner: Any, name: str) -> None:
-        real = getattr(owner, name)
-
-        def noted(*arguments: Any, **named: Any) -> Any:
-            done = real(*arguments, **named)
-            events.append(name)
-            return done
-
-        monkeypatch.setattr(owner, name, noted)
-
-    note(SegmentFiles, "sync")
-    note(Catalog, "prepare")
-    note(Catalog, "commit")
+    steps = ((SegmentFiles, "sync"), (Catalog, "prepare"), (Catalog, "commit"))
+    events = noted_calls(monkeypatch, *steps, when_done=True)
     put(tier, chain(range(AHEAD)))
     assert events == ["prepare", "sync", "commit"]
     events.clear()
@@ -461,21 +449,9 @@ def test_a_write_that_needs_what_was_freed_commits_before_it_and_not_in_the_midd
     tier = open_tier(path, capacity_bytes=4 * CAPACITY_BYTES)
     count = tier.capacity_pages // 4
     held = [put(tier, chain(range(at * count, (at + 1) * count))) for at in range(4)]
-    events: list[str] = []
-
-    def note(owner: Any, name: str) -> None:
-        real = getattr(owner, name)
-
-        def noted(*arguments: Any, **named: Any) -> Any:
-            events.append(name)
-            return real(*arguments, **named)
-
-        monkeypatch.setattr(owner, name, noted)
-
-    note(Catalog, "commit")
-    note(Catalog, "prepare")
-    note(SegmentLog, "append")
-    note(Compaction, "compact")
+    steps = ((Catalog, "commit"), (Catalog, "prepare"))
+    appends = ((SegmentLog, "append"), (Compaction, "compact"))
+    events = noted_calls(monkeypatch, *steps, *appends)
     before = 0
     for at in range(4, 16):
         tier.free(held.pop(0))

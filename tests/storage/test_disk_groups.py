@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from disk_rig import AHEAD, assert_holds, buffers, chain, open_tier, put
+from disk_rig import AHEAD, assert_holds, buffers, chain, noted_calls, open_tier, put
 
 from tiered_kv.errors import TierIOError
 from tiered_kv.storage.base import Page
@@ -28,20 +28,7 @@ End = Callable[[], None]
 @pytest.fixture
 def commits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The steps of the catalog's commits, in order."""
-    steps: list[str] = []
-
-    def note(name: str) -> None:
-        real = getattr(Catalog, name)
-
-        def noted(*arguments: Any, **named: Any) -> None:
-            steps.append(name)
-            real(*arguments, **named)
-
-        monkeypatch.setattr(Catalog, name, noted)
-
-    note("prepare")
-    note("commit")
-    return steps
+    return noted_calls(monkeypatch, (Catalog, "prepare"), (Catalog, "commit"))
 
 
 def begin(tier: DiskTier, pages: list[Page]) -> tuple[list[int], End]:

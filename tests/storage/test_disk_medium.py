@@ -30,7 +30,7 @@ from disk_rig import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.errors import CorruptPageError, StoreClosedError, TierIOError
+from tiered_kv.errors import CorruptPageError, StoreClosedError, TieredKVError, TierIOError
 from tiered_kv.storage.base import PageBuffer
 from tiered_kv.storage.disk import DiskTier, lane, medium, reader, ring, runs
 from tiered_kv.storage.disk.direct_io import aligned_buffer, iovecs
@@ -129,6 +129,12 @@ def watched(tier: DiskTier, way: type[Requests], monkeypatch: pytest.MonkeyPatch
     return seen
 
 
+def read_all(tier: DiskTier, slots: list[int], is_begun: bool) -> list[TieredKVError | None]:
+    """In one go, or begun and then ended."""
+    into = buffers(len(slots))
+    return tier.begin_read(slots, into)() if is_begun else tier.read(slots, into)
+
+
 @pytest.mark.parametrize("is_begun", [False, True])
 def test_the_less_is_left_the_less_is_under_way_at_once(
     tier: DiskTier, way: type[Requests], monkeypatch: pytest.MonkeyPatch, is_begun: bool
@@ -137,10 +143,7 @@ def test_the_less_is_left_the_less_is_under_way_at_once(
     run_bytes, part = RUN_PAGES * PAGE_BYTES, 1 / 2 if is_begun else 3 / 4
     slots = put(tier, chain(range(24)))
     seen = watched(tier, way, monkeypatch)
-    if is_begun:
-        assert tier.begin_read(slots, buffers(24))() == [None] * 24
-    else:
-        assert tier.read(slots, buffers(24)) == [None] * 24
+    assert read_all(tier, slots, is_begun) == [None] * 24
     most = {False: 8, True: 6}[is_begun]  # of 12 in all; the part of the first would allow 9
     assert max(under_way for _, under_way in seen) == most * run_bytes
     assert seen[-1][1] <= run_bytes
@@ -265,10 +268,7 @@ def test_no_more_is_under_way_than_io_threads_say(
     tier = open_tier(tmp_path / "store", io_threads=3)
     slots = put(tier, chain(range(60)))
     seen = watched(tier, way, monkeypatch)
-    if is_begun:
-        assert tier.begin_read(slots, buffers(60))() == [None] * 60
-    else:
-        assert tier.read(slots, buffers(60)) == [None] * 60
+    assert read_all(tier, slots, is_begun) == [None] * 60
     assert max(under_way for _, under_way in seen) == 6 * RUN_PAGES * PAGE_BYTES
     tier.close()
 

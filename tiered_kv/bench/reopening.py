@@ -31,7 +31,7 @@ from tiered_kv.storage.disk import DiskTier
 from tiered_kv.storage.disk.catalog import Catalog
 from tiered_kv.storage.disk.direct_io import BLOCK_BYTES
 from tiered_kv.storage.disk.directory import StoreDirectory
-from tiered_kv.storage.disk.entries import entries_from
+from tiered_kv.storage.disk.entries import items_of, rows_from
 from tiered_kv.storage.disk.extent import CHECKSUM_BYTES, Record
 from tiered_kv.storage.disk.geometry import EXTENT_RECORDS, Geometry
 from tiered_kv.storage.disk.segment import segment_name
@@ -104,7 +104,7 @@ def make_directory(path: Path, pages: int, long_pages: int, page_tokens: int) ->
         try:
             records = _records(made, geometry, long_pages)
             while batch := list(itertools.islice(records, _COMMIT_PAGES)):
-                added = entries_from(batch).items(generations)
+                added = items_of(rows_from(batch), generations)
                 counted = batch[-1].sequence + 1
                 catalog.commit(added=added, generations=generations, counted_below=counted)
         finally:
