@@ -180,6 +180,18 @@ def test_wrong_sizes_are_refused_and_leave_nothing_behind(open_disk_store: Opene
     assert_sound(store)
 
 
+def test_memory_that_is_not_to_be_written_to_is_refused(open_disk_store: Opened) -> None:
+    """The kernel would write to it all the same, into a `bytes` object for one."""
+    store = open_disk_store()
+    put(store, [0])
+    into = bytes(store.page_bytes)
+    for page_into in (memoryview(into), [memoryview(into)]):
+        with pytest.raises(ValueError, match="writable memory"):
+            store.get([key_of(0)], [page_into])
+    assert into == bytes(store.page_bytes)
+    assert_sound(store)
+
+
 def test_remove_and_clear_give_the_room_back(open_disk_store: Opened) -> None:
     store = open_disk_store()
     put_chain(store, range(6))

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LEVELS: tuple[frozenset[str], ...] = tuple(
     frozenset(level.split())
     for level in (
-        "errors slots columns",
+        "errors slots columns interrupts",
         "keys config model_config",
         "layout found",
         "policy kernels",

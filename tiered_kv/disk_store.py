@@ -186,10 +186,14 @@ class DiskStore:
             For each key whether its buffer holds the page. If not, what it holds is undefined.
 
         Raises:
-            ValueError: not one buffer a key, or a buffer of another size.
+            ValueError: not one buffer a key, or a buffer of another size or not writable.
         """
         parts = [_parts(page) for page in into]
         self._check(keys, parts)
+        if not all(part.flags.writeable for page in parts for part in pieces(page)):
+            raise ValueError(
+                "into= must be writable memory: the system would write to it all the same"
+            )
         with self._at_work():
             with self._changed:
                 found = self._pin(keys)

@@ -58,12 +58,17 @@ class HbmPages:
         """
         if n < 0:
             raise ValueError(f"allocate({n}): the number of pages must not be negative")
-        with self._lock:
-            if self._is_closed:
-                raise StoreClosedError("the store is closed: it has no pages to allocate")
-            slots = self._room.exactly(HBM, n)
-            self._owned.update(slots or ())
-        return slots
+        slots: list[int] | None = None
+        try:
+            with self._lock:
+                if self._is_closed:
+                    raise StoreClosedError("the store is closed: it has no pages to allocate")
+                slots = self._room.exactly(HBM, n)
+                self._owned.update(slots or ())
+            return slots
+        except KeyboardInterrupt:  # nobody else will give them back
+            self.release(slots or ())
+            raise
 
     def release(self, slots: Sequence[int], after: Any = None) -> None:
         """Give allocated slots back that were not put.
@@ -75,14 +80,15 @@ class HbmPages:
         Raises:
             ValueError: a slot that is not the caller's.
         """
-        lent = self.disown(slots)
         events, device_event = caller_event(self.device, after)
 
         def free() -> None:
             with self._lock:
                 self._room.free(HBM, slots)
 
-        self._mover.after(events + lent, device_event, free)
+        with self._lock:
+            lent = self.disown(slots)
+            self._mover.after(events + lent, device_event, free)
 
     def disown(self, slots: Sequence[int]) -> list[Event]:
         """The slots are no longer the caller's; returns what their next user must wait for.

@@ -19,6 +19,7 @@ from tiered_kv.errors import ConfigError, CorruptPageError, StoreClosedError
 from tiered_kv.flush import Flush
 from tiered_kv.found import FoundPages
 from tiered_kv.hbm_pages import HbmPages
+from tiered_kv.interrupts import BooksLock, held_back
 from tiered_kv.keys import KeyChain, Multimodal, Namespace, PageKey, page_keys
 from tiered_kv.layout import KVLayout
 from tiered_kv.mover import Mover
@@ -30,7 +31,7 @@ from tiered_kv.storage.base import CheckReport, Tier
 from tiered_kv.storage.disk import DiskTier
 from tiered_kv.storage.hbm import HbmTier
 from tiered_kv.storage.host import HostTier
-from tiered_kv.streams import caller_event
+from tiered_kv.streams import Event, caller_event
 from tiered_kv.transfer import Transfer
 
 
@@ -88,8 +89,9 @@ class TieredStore:
         self.layout = layout
         self.config = config
         device = resolve_device(config.device)
-        self._lock = threading.RLock()
-        self._is_closed = False
+        self._lock = BooksLock()
+        self._closing = threading.RLock()
+        self._is_closed = self._is_ending = self._is_given_back = False
         self._key_layout = replace(layout, tp_rank=0).fingerprint  # every rank makes the same keys
         self._counters = Counters()
         has_disk = disk is not None or config.disk is not None
@@ -249,25 +251,25 @@ class TieredStore:
             self.hbm.check_owned(into)
         deadline_s = self.config.deadline_s if deadline_s is None else deadline_s
         events, device_event = caller_event(self.hbm.device, after)
-        with self._lock:
-            self._check_open()
-            plan = self._planner.plan_get(keys, gate=self._gate(), into=into)
-            transfer = Transfer(
-                plan,
-                layers=len(self.hbm.layers),
-                deadline_s=deadline_s,
-                release=None if into is not None else self._release,
-            )
-            if into is not None:
-                events += self.hbm.lend(into[: len(plan.pages)], transfer.settled)
-            Run(
-                self._mover,
-                transfer,
-                ready=events,
-                device_event=device_event,
-                on_settled=self._count_get,
-            ).start()
-        return transfer
+        transfer: Transfer | None = None
+        try:
+            with self._lock:
+                self._check_open()
+                plan = self._planner.plan_get(keys, gate=self._gate(), into=into)
+                transfer = Transfer(
+                    plan,
+                    layers=len(self.hbm.layers),
+                    deadline_s=deadline_s,
+                    release=None if into is not None else self._release,
+                )
+                if into is not None:
+                    events += self.hbm.lend(into[: len(plan.pages)], transfer.settled)
+                self._start_get(transfer, events, device_event)
+            return transfer
+        except KeyboardInterrupt:  # nobody else will end the lease
+            if transfer is not None:
+                transfer.release()
+            raise
 
     def put(self, keys: KeyChain, pages: Sequence[int], *, after: Any = None) -> Transfer:
         """Give the store pages that stand in HBM; returns at once.
@@ -364,28 +366,33 @@ class TieredStore:
             disk = self._planner.index.by_name.get(DISK)
             on_disk = [page for page in self._planner.index if disk and disk.is_resident(page)]
         for page in on_disk:
-            self._verify(page, report, fix)
+            with held_back:  # while it is pinned
+                self._verify(page, report, fix)
         return report
 
     def close(self) -> None:
         """Finish what is in flight, write what is not on disk yet, give everything back.
 
-        Twice is harmless.
+        Twice is harmless, and goes on with what an interrupt has cut off.
         """
-        with self._lock:
-            if self._is_closed:
+        with self._closing:
+            if self._is_given_back:
                 return
-            self._is_closed = True
-            self.hbm.close()
-            self._transcripts.close()
-        try:
-            self._mover.wait_idle()
-            self._flush()
-        finally:
-            self._mover.close()
-            for tier in (self._disk, self._host, self._hbm_tier):
-                if tier is not None:
-                    tier.close()
+            with self._lock:
+                self._is_closed = True
+                self.hbm.close()
+                self._transcripts.close()
+            try:
+                if not self._is_ending:
+                    self._mover.wait_idle()
+                    self._flush()
+            finally:
+                self._is_ending = True  # its streams take nothing more
+                self._mover.close()
+                with held_back:
+                    for tier in self._tiers()[::-1]:
+                        tier.close()
+                    self._is_given_back = True
 
     def __enter__(self) -> TieredStore:
         return self
@@ -399,6 +406,16 @@ class TieredStore:
         self.close()
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _start_get(self, transfer: Transfer, ready: list[Event], device_event: Any) -> None:
+        run = Run(
+            self._mover,
+            transfer,
+            ready=ready,
+            device_event=device_event,
+            on_settled=self._count_get,
+        )
+        run.start()
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tiered_kv.errors import TieredKVError
+from tiered_kv.interrupts import held_back
 from tiered_kv.plan import Plan
 from tiered_kv.streams import Event
 
@@ -121,10 +122,11 @@ class Transfer:
             after: an event of the last reader; the pages are kept until it fires. Default: on a GPU
                 all work queued on the current stream so far; on a CPU nothing.
         """
-        with self._lock:
-            is_first, self._is_released = not self._is_released, True
-        if is_first and self._release is not None:
-            self._release(self, after)
+        with held_back:
+            with self._lock:
+                is_first, self._is_released = not self._is_released, True
+            if is_first and self._release is not None:
+                self._release(self, after)
 
     def __enter__(self) -> Transfer:
         return self

@@ -304,7 +304,7 @@ def _read_marker(directory_fd: int, path: Path) -> tuple[int, Marker]:
         fields = json.loads(text)
         is_ours = fields["format"] == FORMAT_NAME
         version = int(fields["version"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
         raise ConfigError(f"{path / MARKER} is not a tiered-kv marker: {error!r}") from error
     if not is_ours:
         raise ConfigError(
@@ -326,5 +326,5 @@ def _marker_from(fields: dict[str, Any], path: Path) -> Marker:
         if len(store_id) != 16 or geometry.capacity_pages < 1 or geometry.page_bytes < 1:
             raise ValueError("impossible values")
         return Marker(geometry, str(fields["fingerprint"]), store_id)
-    except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+    except (ValueError, KeyError, TypeError, ArithmeticError) as error:
         raise ConfigError(f"{path / MARKER} is damaged: {error!r}") from error

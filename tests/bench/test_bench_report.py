@@ -53,6 +53,7 @@ def test_a_report_is_the_same_after_it_was_kept(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("{", "is not JSON"),
+        pytest.param("[" * 100_000, "is not JSON", id="nested-too-deeply"),
         ("[]", "is not a report"),
         ("{}", "is not a report"),
         ('{"schema_version": 1, "kind": "replay"}', "is not a report"),

@@ -135,9 +135,10 @@ def test_a_directory_without_a_store_is_left_alone(
     assert_refused(capsys, str(tmp_path), "no tiered-kv store")
     assert main([command, str(tmp_path / "absent")]) == 2
     assert_refused(capsys, "absent")
-    (tmp_path / "format.json").write_text("{}")
-    assert main([command, str(tmp_path)]) == 2
-    assert_refused(capsys, "not a tiered-kv marker")
+    for text in ("{}", "[" * 60_000, '{"page_bytes": 1e999}'):
+        (tmp_path / "format.json").write_text(text)
+        assert main([command, str(tmp_path)]) == 2
+        assert_refused(capsys, "not a tiered-kv marker")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["format.json", "mine"]
 
 

@@ -72,6 +72,7 @@ def test_dialogues_without_a_user_are_skipped_and_limit_counts_the_others(tmp_pa
     [
         pytest.param(as_jsonl(SHAREGPT) + '\n{"messages": [{"role"', "line 2", id="cut-line"),
         pytest.param("[\n" + json.dumps(SHAREGPT) + ",\n", "complete JSON array", id="cut-array"),
+        pytest.param("[\n" * 100_000, "nested too deeply", id="deep-array"),
         pytest.param("[1]", "entry 0", id="not-an-object"),
         pytest.param(as_jsonl({"messages": 3}), "expected a list", id="no-list"),
         pytest.param(as_jsonl({"messages": [3]}), "JSON object", id="message-not-an-object"),

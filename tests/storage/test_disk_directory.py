@@ -108,6 +108,8 @@ def test_foreign_directory_is_refused_and_left_alone(tmp_path: Path) -> None:
     [
         ("{", "not a tiered-kv marker"),
         ("[]", "not a tiered-kv marker"),
+        pytest.param("[" * 60_000, "not a tiered-kv marker", id="nested-too-deeply"),
+        ('{"format": "tiered-kv-disk", "version": 1e999}', "not a tiered-kv marker"),
         ('{"format": "zarr", "version": 3}', "zarr"),
         ('{"format": "tiered-kv-disk", "version": 3}', "version 3, this program reads 1 to 2"),
         ('{"format": "tiered-kv-disk", "version": 1}', "damaged"),

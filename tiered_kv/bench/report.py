@@ -68,7 +68,7 @@ class BenchReport:
             found = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path}: is not JSON: {error}") from error
         return cls._of(found, path, kind)
 

@@ -45,7 +45,7 @@ class StoredLayout:
                 f"{directory}: holds no tiered-kv store ({MARKER}: {error.strerror}); give the "
                 "directory that --disk named"
             ) from error
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
             raise ConfigError(f"{marker}: is not a tiered-kv marker ({error!r})") from error
 
 

@@ -105,6 +105,8 @@ def _array_entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise ConfigError(
             f"--trace {path} line {error.lineno}: not a complete JSON array ({error.msg})"
         ) from error
+    except RecursionError as error:
+        raise ConfigError(f"--trace {path}: nested too deeply") from error
     for position, entry in enumerate(array):
         where = f"{path} entry {position}"
         if not isinstance(entry, dict):
