@@ -27,7 +27,8 @@ from tiered_kv.keys import KeyChain, PageKey
 from tiered_kv.plan import DISK
 from tiered_kv.storage.disk import DiskTier
 
-HOST_PAGES, DISK_BYTES = 8, 1 << 20
+HOST_PAGES = 8
+DISK_BYTES = {9: 668 << 10, 25: 1 << 20}  # by the pages it holds
 PROMPTS = [chain(*"aaaaaa" + tail) for tail in ("xxxxxx", "yyy", "", "zzzzzzzz")] + [chain(*"bbb")]
 FAULTS = ("fill", "store", "read", "corrupt", "write")
 
@@ -47,6 +48,8 @@ class _Faults:
         assert rank.disk is not None
         self._break(rank.disk, "begin_write", "write")
         self._spoil(rank.disk)
+        self.refused = 0  # writes that found no room, which the decider thought there was
+        self._watch(rank.disk)
 
     def _is_due(self, kind: str) -> bool:
         is_due = self.left[kind] > 0
@@ -78,21 +81,42 @@ class _Faults:
 
         disk.read = read
 
+    def _watch(self, disk: Any) -> None:
+        through = disk.reserve
+
+        def reserve(n: int) -> list[int] | None:
+            slots: list[int] | None = through(n)
+            self.refused += slots is None
+            return slots
+
+        disk.reserve = reserve
+
 
 class SplitMachine(RuleBasedStateMachine):
     """Requests that come, wait, run and end, over few HBM slots that are soon used again."""
 
-    @initialize(ranks=st.sampled_from([1, 2]), lag=st.sampled_from([0, 1]), through=st.booleans())
-    def open(self, ranks: int, lag: int, through: bool) -> None:
+    @initialize(
+        ranks=st.sampled_from([1, 2]),
+        lag=st.sampled_from([0, 1]),
+        through=st.booleans(),
+        disk_pages=st.sampled_from(list(DISK_BYTES)),
+    )
+    def open(self, ranks: int, lag: int, through: bool, disk_pages: int) -> None:
         self.folder = tempfile.TemporaryDirectory(dir=MEMORY_FOLDER)
-        self.settings: dict[str, Any] = {"ranks": ranks, "lag": lag, "write_through": through}
+        self.settings: dict[str, Any] = {
+            "ranks": ranks,
+            "lag": lag,
+            "write_through": through,
+            "disk_size": DISK_BYTES[disk_pages],
+        }
+        self.strangers = 0
         self._open()
+        assert [rank.carrier.facts().disk_pages for rank in self.rig.ranks] == [disk_pages] * ranks
 
     def _open(self) -> None:
         self.rig = Engine(
             host_pages=HOST_PAGES,
             disk=Path(self.folder.name),
-            disk_size=DISK_BYTES,
             write_back=True,
             **self.settings,
         )
@@ -190,6 +214,14 @@ class SplitMachine(RuleBasedStateMachine):
         self.rig.decider.prefetch(prompt)
         self._step()
 
+    @rule(prompts=st.integers(2, 6), pages=st.integers(1, 8))
+    def requests_of_others(self, prompts: int, pages: int) -> None:
+        """They come once: a full disk gives pages up for theirs, whose slots take these over."""
+        for _ in range(prompts):
+            self.strangers += 1
+            keys = chain(*[chr(0x100 + self.strangers)] * pages)
+            self._step(_Request(keys, self._allocate(pages)))
+
     @rule()
     def forget_all(self) -> None:
         self.rig.decider.clear()
@@ -208,6 +240,7 @@ class SplitMachine(RuleBasedStateMachine):
     def books_are_in_order(self) -> None:
         if hasattr(self, "rig"):
             assert self.rig.decider.check() == []
+            assert [faults.refused for faults in self.faults] == [0] * len(self.rig.ranks)
 
     def teardown(self) -> None:
         if not hasattr(self, "rig"):
