@@ -6,7 +6,7 @@ import pytest
 from contracts import key_of
 
 from tiered_kv.arrivals import Arrivals
-from tiered_kv.plan import DISK, HOST
+from tiered_kv.plan import DISK, HBM, HOST, Moves
 from tiered_kv.streams import Event
 
 
@@ -34,3 +34,15 @@ def test_what_was_not_announced_cannot_end() -> None:
     with pytest.raises(KeyError):
         arrivals.end(HOST, [key_of("a")])
     assert not arrivals
+
+
+def test_moves_await_the_pages_that_come_into_their_source_and_no_others() -> None:
+    arrivals = Arrivals()
+    keys = [key_of(name) for name in "abc"]
+    slots = [0, 1, 2]
+    way = HOST, slots, HBM, slots
+    moves = Moves(slots, keys, [None, *keys[:2]], way, waits=[True, False, True])
+    assert arrivals.awaited(moves) == arrivals.awaited(tuple(moves)) == set()
+    arrivals.announce(HOST, keys[:2], Event())
+    arrivals.announce(DISK, keys[2:], Event())
+    assert arrivals.awaited(moves) == arrivals.awaited(tuple(moves)) == {keys[0]}

@@ -78,6 +78,29 @@ def test_batches_of_one_load_are_begun_before_the_first_has_ended(
     assert store._mover._loads == [0] * len(store._mover.load_streams)
 
 
+def test_copies_to_hbm_wait_for_their_own_load_batch(
+    open_store: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages that host has go up at once, the others batch by batch as they are read."""
+    monkeypatch.setattr(tiered_kv.run, "LOAD_BATCH_BYTES", 2 * PAGE_BYTES)
+    store = open_store()
+    keys = chain(store, 7)
+    put_on_disk_alone(store, keys)
+    assert store.prefetch(keys[:2]).wait(PATIENCE_S) == 2
+    settle(store)
+    filled: list[Sequence[Any]] = []
+    real = Run._fill
+
+    def fill(self: Run, batch: Sequence[Move]) -> Sequence[Move]:
+        filled.append([move.key for move in batch])
+        return real(self, batch)
+
+    monkeypatch.setattr(Run, "_fill", fill)
+    assert get_pages(store, keys) == ("host",) * 2 + ("disk",) * 5
+    filled.sort(key=lambda batch: keys.index(batch[0]))
+    assert filled == [list(keys[at:upto]) for at, upto in ((0, 2), (2, 4), (4, 6), (6, 7))]
+
+
 def test_a_small_load_does_not_queue_behind_a_long_one(open_store: Rig) -> None:
     mover = open_store()._mover
     assert mover.loading() == 0

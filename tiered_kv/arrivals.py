@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import compress
 
 from tiered_kv.keys import PageKey
+from tiered_kv.plan import Move, Moves, waiting
 from tiered_kv.streams import Event
 
 
@@ -25,6 +27,13 @@ class Arrivals:
     def event(self, tier: str, key: PageKey) -> Event | None:
         """When a page will be in a tier; None if it is not on its way there."""
         return self._events[tier].get(key)
+
+    def awaited(self, moves: Sequence[Move]) -> set[PageKey]:
+        """The pages whose moves wait for them and that are on their way already."""
+        if not isinstance(moves, Moves):
+            return {move.key for move in waiting(moves) if self.event(move.source, move.key)}
+        events = self._events[moves.source]
+        return events.keys() & compress(moves.keys, moves.waits) if events else set()
 
     def above(
         self, tier: str, keys: Iterable[PageKey], parents: Iterable[PageKey | None]

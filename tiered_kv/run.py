@@ -106,8 +106,8 @@ class Run:
         mover, plan = self._mover, self._plan
         mover.in_flight.add(self.transfer)
         # A store waits for the page that its own plan binds, if at all, and a demotion for none.
-        waits = [move for step in (plan.load, plan.fill, plan.write) for move in waiting(step)]
-        self._join({move.key for move in waits if mover.arrivals.event(move.source, move.key)})
+        for step in (plan.load, plan.fill, plan.write):
+            self._join(mover.arrivals.awaited(step))
         bound = Event()
         on_hbm = [*self._fill_tasks(), *self._store_tasks(bound)]
         ahead = LOADS_AHEAD if plan.fill else PREFETCHES_AHEAD
@@ -360,18 +360,22 @@ class Run:
 
     def _fill_groups(self) -> dict[str | int, Batch]:
         """Moves by what they wait for: nothing, a load batch, others' transfers, staging."""
-        mover, plan = self._mover, self._plan
-        is_one_way = isinstance(plan.fill, Moves) and plan.fill.source != DISK
-        if is_one_way and not plan.load and not waiting(plan.fill):
-            return {"ready": plan.fill}
-        loaded = {page: at for at, page in enumerate(pages_of(plan.load))}
-        per_load = max(1, LOAD_BATCH_BYTES // mover.hbm.page_bytes)
+        mover, plan, fill = self._mover, self._plan, self._plan.fill
+        first = len(fill) - len(plan.load)
+        if isinstance(fill, Moves) and fill.source != DISK and not waiting(fill[:first]):
+            if not plan.load:
+                return {"ready": fill}
+            if fill.source == HOST and fill.pages[first:] == pages_of(plan.load):  # mostly
+                batches = [fill[:first], *mover.batches(fill[first:], LOAD_BATCH_BYTES)]
+                return {at: batch for at, batch in enumerate(batches) if batch}
+        loads = enumerate(mover.batches(plan.load, LOAD_BATCH_BYTES))
+        loaded = {page: at for at, batch in loads for page in pages_of(batch)}
         groups: defaultdict[str | int, list[Move]] = defaultdict(list)
-        for move in plan.fill:
+        for move in fill:
             if move.source == DISK:
                 kind: str | int = "staged"
             elif move.page in loaded and move.source == HOST:
-                kind = loaded[move.page] // per_load
+                kind = loaded[move.page]
             else:
                 kind = "joined" if move.waits else "ready"
             groups[kind].append(move)
