@@ -7,6 +7,7 @@ bytes]``. On a machine without CUDA the pool is host memory, and everything else
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
 
 import torch
@@ -97,19 +98,15 @@ class HbmTier(PooledTier):
         through.
         """
 
-        def scatter(low: int, high: int) -> None:
-            scatter_pages(self.runs, slots[low:high], pages[low:high], first, last)
+        def scatter(slots: Sequence[int], pages: Sequence[PageBuffer]) -> None:
+            scatter_pages(self.runs, slots, pages, first, last)
 
-        self._both_halves(len(slots), scatter)
+        self._both_halves(slots, pages, scatter)
 
     def read(self, slots: Sequence[int], into: Sequence[PageBuffer]) -> list[TieredKVError | None]:
         """Gather slots into host pages; returns when the bytes are there."""
         check_batch(slots, into, self.page_bytes)
-
-        def gather(low: int, high: int) -> None:
-            gather_pages(self.runs, slots[low:high], into[low:high])
-
-        self._both_halves(len(slots), gather)
+        self._both_halves(slots, into, partial(gather_pages, self.runs))
         self._synchronize()
         return [None] * len(slots)
 
@@ -119,12 +116,21 @@ class HbmTier(PooledTier):
             for source, target in zip(sources, targets, strict=True):
                 run.pool[:, target].copy_(run.pool[:, source], non_blocking=True)
 
-    def _both_halves(self, pages: int, copy: Callable[[int, int], None]) -> None:
-        """Copy pages [0, pages); on a CPU with two threads if there is enough to copy."""
-        if self._second is None or pages // 2 * self.page_bytes < _HALF_BYTES:
-            copy(0, pages)
-        else:
-            self._second.both_halves(pages, copy, self._sleeping())
+    def _both_halves(
+        self,
+        slots: Sequence[int],
+        pages: Sequence[PageBuffer],
+        copy: Callable[[Sequence[int], Sequence[PageBuffer]], None],
+    ) -> None:
+        """Copy pages; on a CPU with two threads if there is enough to copy."""
+        if self._second is None or len(slots) // 2 * self.page_bytes < _HALF_BYTES:
+            copy(slots, pages)
+            return
+
+        def part(low: int, high: int) -> None:
+            copy(slots[low:high], pages[low:high])
+
+        self._second.both_halves(len(slots), part, self._sleeping())
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":

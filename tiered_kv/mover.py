@@ -258,6 +258,8 @@ class Mover:
         begin: Callable[[Batch], Callable[[], Batch]],
     ) -> list[HalvesTask]:
         """Batches of one transfer's loads. Called under the lock."""
+        if not moves:
+            return []
         batches = self.batches(moves, batch_bytes)
         ends = [Event() for _ in batches]
         stream, tasks = self.loader(ends), []

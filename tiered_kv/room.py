@@ -130,9 +130,11 @@ class Room:
         host = self._index.by_name[HOST]
         if DISK in self._index.by_name:
             grants.add(*self._demote(host, missing, draft))
-        keep = [below] if below >= 0 and host.state[below] else []
-        victims = self._victims(host, n - len(grants.slots), keep)
-        grants.add(sorted(self._index.evict(host, victims)))  # side by side: copied faster
+            missing = n - len(grants.slots)
+        if missing > 0:
+            keep = [below] if below >= 0 and host.state[below] else []
+            victims = self._victims(host, missing, keep)
+            grants.add(sorted(self._index.evict(host, victims)))  # side by side: copied faster
         return grants
 
     @contextmanager
@@ -159,8 +161,9 @@ class Room:
         victims = self._demotable(host, n)
         while (slots := self._slots_for(victims)) is None:
             victims = victims[: len(victims) // 2]
-        demote = self.write(slots, draft, leaving=set(victims))
-        draft.demote = [*draft.demote, *demote] if draft.demote else demote
+        if slots:
+            demote = self.write(slots, draft, leaving=set(victims))
+            draft.demote = [*draft.demote, *demote] if draft.demote else demote
         freed = index.evict(host, victims)
         after = [page if page in slots else -1 for page in victims]
         return Grants(freed[::-1], after[::-1])  # mostly side by side so: copied faster
@@ -177,9 +180,10 @@ class Room:
 
     def _slots_for(self, victims: Sequence[int]) -> dict[int, int] | None:
         states = self._index.by_name[DISK].states(victims)
+        if all(states):
+            return {}
         clean = list(compress(victims, states))
-        dirty = list(compress(victims, map(not_, states))) if len(clean) < len(victims) else []
-        return self.write_slots(dirty, keep=clean)
+        return self.write_slots(list(compress(victims, map(not_, states))), keep=clean)
 
     def durable(self, pages: Sequence[int]) -> Sequence[int]:
         """Those of the pages that are on disk or could be written there now.
@@ -205,8 +209,11 @@ class Room:
     def _are_durable(self, pages: Sequence[int]) -> bool:
         """Whether all of them and of their ancestors are on disk, or on host: mostly so."""
         index, disk, host = self._index, self._index.by_name[DISK], self._index.by_name[HOST]
+        on_disk = disk.states(pages)
+        if all(on_disk):
+            return True
         on_host = host.states(pages)
-        if disk.doomed or not (all(on_host) or all(map(or_, on_host, disk.states(pages)))):
+        if disk.doomed or not (all(on_host) or all(map(or_, on_host, on_disk))):
             return False
         parent_of, seen = index.parent_of, set[int]()
         for run in index.runs(pages):

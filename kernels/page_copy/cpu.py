@@ -42,10 +42,15 @@ def gather(pool: Bytes, slots: Sequence[int], rows: Rows, offset: int) -> None:
         offset: where the first layer begins in a row.
     """
     source, target = _chunks(pool), _pieces(rows, offset, pool)
-    if _is_block(slots) and _is_block(rows.numbers):
+    is_block = _is_block(rows.numbers)
+    if is_block and _is_block(slots):
         target[_block(rows.numbers)] = source[:, _block(slots)].T
         return
-    wanted, layers = np.array(slots, dtype=np.intp), np.arange(len(source))
+    wanted = np.array(slots, dtype=np.intp)
+    if is_block and len(rows) * _part_bytes(pool) <= _BUFFER_BYTES:  # 64 of 2 KiB: 0.44 of the time
+        target[_block(rows.numbers)] = source[:, wanted].T
+        return
+    layers = np.arange(len(source))
     is_whole = source.flags.c_contiguous and target.flags.c_contiguous
     stretches, apart = rows.stretches(_least(rows, pool) if is_whole else len(rows) + 1)
     for start, at in stretches:

@@ -241,7 +241,7 @@ class LeafFirst(Policy):
                 run = self._run(page, min(wanted, _TRIED * climbed), extra, guard)
                 chosen += run
                 page, climbed = chosen[-1], len(run)
-            parent = parent_of(page)
+            parent = parent_of(page) if len(chosen) < n else -1
             if not (0 <= parent < known and resident[parent]):
                 continue
             children = child_count(parent)
