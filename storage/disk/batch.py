@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,6 +12,7 @@ from tiered_kv.storage.base import Page
 from tiered_kv.storage.disk.columns import Column
 from tiered_kv.storage.disk.extent import RECORD, name_pages
 from tiered_kv.storage.disk.parts import PartedPage
+from tiered_kv.storage.disk.writes import Job
 
 
 @dataclass(slots=True, eq=False)
@@ -32,7 +32,7 @@ class Batch:
     pages: Sequence[Page | PartedPage]
     page_bytes: int
     rows: Column
-    chunks: list[tuple[int, Future[None]]] = field(default_factory=list)
+    chunks: list[tuple[int, Job]] = field(default_factory=list)
     durable_below: int = 0
     failure: BaseException | None = None
 

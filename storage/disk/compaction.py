@@ -13,11 +13,12 @@ from tiered_kv.storage.base import PageBuffer
 from tiered_kv.storage.disk.direct_io import BLOCK_BYTES, aligned_buffer
 from tiered_kv.storage.disk.extent import Record, checksum_of, rows_from
 from tiered_kv.storage.disk.geometry import Geometry
-from tiered_kv.storage.disk.log import EXTENT_BYTES, SegmentLog
+from tiered_kv.storage.disk.log import SegmentLog
 from tiered_kv.storage.disk.precedence import Precedence
 from tiered_kv.storage.disk.records import LOST, Records
 from tiered_kv.storage.disk.runs import plan_runs
 from tiered_kv.storage.disk.segment import SegmentFiles
+from tiered_kv.storage.disk.writes import EXTENT_BYTES
 
 _log = logging.getLogger(__name__)
 

@@ -3,36 +3,25 @@
 from __future__ import annotations
 
 import errno
-import threading
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from itertools import chain, groupby
+from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from operator import itemgetter
 
 import numpy as np
 
-from tiered_kv.storage.base import Page, PageBuffer
+from tiered_kv.storage.base import PageBuffer
 from tiered_kv.storage.disk.batch import Batch
 from tiered_kv.storage.disk.columns import Column
-from tiered_kv.storage.disk.direct_io import BLOCK_BYTES, aligned_buffer, is_aligned
-from tiered_kv.storage.disk.extent import (
-    CHECKSUM_BYTES,
-    EPOCH_SHIFT,
-    Place,
-    checksum_of,
-    encode_header,
-)
+from tiered_kv.storage.disk.direct_io import BLOCK_BYTES
+from tiered_kv.storage.disk.extent import CHECKSUM_BYTES, EPOCH_SHIFT, Place, checksum_of
 from tiered_kv.storage.disk.geometry import EXTENT_RECORDS, Geometry
-from tiered_kv.storage.disk.parts import PartedPage, gather, parts_of
+from tiered_kv.storage.disk.parts import parts_of
 from tiered_kv.storage.disk.precedence import Precedence
 from tiered_kv.storage.disk.records import Records
 from tiered_kv.storage.disk.segment import SegmentFiles
+from tiered_kv.storage.disk.writes import EXTENT_BYTES, WRITE_THREADS, Job, Writes
 
-# A pwritev of 8 MiB: 415 MB/s durable against 264 at 1 MiB, 2 cores, virtio disk, 2026-11.
-EXTENT_BYTES = 8 << 20
 _FIRST_BYTES = 1 << 20  # of a write that finds the medium idle: it begins 1 ms earlier, of 35
-# Pages of 64 KiB: 1.89 GB/s; with 3 it is 1.66, one being late for want of the interpreter (same).
-WRITE_THREADS = 4
 
 
 class SegmentLog:
@@ -61,8 +50,6 @@ class SegmentLog:
         self._files = files
         self._records = records
         self._geometry = geometry
-        self._store_id = store_id
-        self._precedence = precedence
         self.generations = generations
         self._next_generation = epoch << 32
         self._next_number = epoch << EPOCH_SHIFT
@@ -75,11 +62,9 @@ class SegmentLog:
         self.sealed = [s for s in segments if records.live_pages(s)]
         self._filling: int | None = None
         self._tail_bytes = 0
-        self._jobs: list[Future[None]] = []
-        self._own = threading.local()
+        self._jobs: list[Job] = []
+        self._writes = Writes(files, geometry, store_id, precedence)
         self._syncing = ThreadPoolExecutor(WRITE_THREADS, thread_name_prefix="tiered-kv-disk-sync")
-        self._pool = _writers()
-        self._retired: list[ThreadPoolExecutor] = []  # that may still write what has failed
 
     def places(self) -> int:
         """Pages that the next extent can take, without filling another segment."""
@@ -167,6 +152,7 @@ class SegmentLog:
             The first page for which another call is needed.
         """
         rows, stride = batch.rows, self._geometry.stride_bytes
+        self._writes.poll()
         self._jobs = [job for job in self._jobs if not job.done()]
         longest = max(1, (EXTENT_BYTES if self._jobs else _FIRST_BYTES) // stride)
         places: list[Place] = []
@@ -188,12 +174,9 @@ class SegmentLog:
         rows["checksum"][first:upto] = np.frombuffer(digests, np.uint8).reshape(-1, CHECKSUM_BYTES)
         self._records.put(batch, slice(first, upto), places[0].segment)
         batch.durable_below = self._next_number
-        begun = threading.Event()
-        job = self._pool.submit(self._write_pages, pages, rows[first:upto], places, begun)
+        job = self._writes.begin(pages, rows[first:upto], places)
         batch.chunks.append((places[0].segment, job))
         self._jobs.append(job)
-        if sum(not job.done() for job in self._jobs) <= WRITE_THREADS:
-            begun.wait()  # a thread is free: hashing on, we would keep it waiting for the lock
         return upto
 
     def drain(self) -> None:
@@ -202,7 +185,8 @@ class SegmentLog:
         Raises:
             OSError: the first failure among them.
         """
-        wait(self._jobs)
+        for job in self._jobs:
+            job.exception()
         jobs, self._jobs = self._jobs, []
         for job in jobs:
             job.result()
@@ -237,90 +221,18 @@ class SegmentLog:
         self.sealed += [s for s in range(self._geometry.segments) if s not in known]
         self._records.mend_counts()
         self._jobs.clear()
-        self._retired.append(self._pool)  # it may have a job that an interrupt kept from `_jobs`
-        self._pool = _writers()
+        self._writes.abandon()
         self.settle()
 
     def settle(self) -> None:
         """Block until nothing that has failed is written any more: an interrupt may cut it off."""
-        while self._retired:
-            self._retired[-1].shutdown(wait=True)
-            self._retired.pop()
+        self._writes.settle()
 
     def write_copy(self, place: Place, rows: Column, buffer: PageBuffer) -> None:
         """Write an extent from an aligned buffer that has its payloads behind room for a header."""
-        encode_header(place, rows, self._store_id, buffer)
-        self._files.write(place.segment, [buffer[: place.n_bytes]], place.offset)
+        self._writes.write_copy(place, rows, buffer)
 
     def close(self) -> None:
-        """Stop the writing threads."""
-        self.settle()
-        self._pool.shutdown(wait=True)
+        """Stop writing."""
+        self._writes.close()
         self._syncing.shutdown(wait=True)
-
-    def _write_pages(
-        self,
-        pages: Sequence[Page | PartedPage],
-        rows: Column,
-        places: Sequence[Place],
-        begun: threading.Event,
-    ) -> None:
-        try:
-            is_fit = not self._files.direct_io or is_aligned(
-                *chain.from_iterable(map(parts_of, pages))
-            )
-            vectors = self._vectors(pages, rows, places) if is_fit else []
-            self._precedence.let_reads_pass(sum(place.n_bytes for place in places), begun.set)
-            if is_fit:
-                self._files.write(places[0].segment, vectors, places[0].offset, begun.set)
-            else:
-                begun.set()
-                self._write_staged(pages, rows, places)
-        finally:
-            begun.set()
-
-    def _vectors(
-        self, pages: Sequence[Page | PartedPage], rows: Column, places: Sequence[Place]
-    ) -> list[PageBuffer]:
-        """Consecutive extents as they lie on the medium, headers made, pages where they are."""
-        headers = self._buffer("headers", len(places) * BLOCK_BYTES)
-        padding = np.zeros(self._geometry.stride_bytes - self._geometry.page_bytes, np.uint8)
-        vectors: list[PageBuffer] = []
-        done = 0
-        for number, place in enumerate(places):
-            here = slice(done, done + place.pages)
-            header = headers[number * BLOCK_BYTES :][:BLOCK_BYTES]
-            encode_header(place, rows[here], self._store_id, header)
-            vectors.append(header)
-            for page in pages[here]:
-                vectors.extend(parts_of(page))
-                if padding.nbytes:
-                    vectors.append(padding)
-            done += place.pages
-        return vectors
-
-    def _write_staged(
-        self, pages: Sequence[Page | PartedPage], rows: Column, places: Sequence[Place]
-    ) -> None:
-        stride = self._geometry.stride_bytes
-        staging = self._buffer("staging", BLOCK_BYTES + max(EXTENT_BYTES, stride))
-        done = 0
-        for place in places:
-            for at, page in enumerate(pages[done : done + place.pages]):
-                start = BLOCK_BYTES + at * stride
-                n_bytes = gather(parts_of(page), staging[start:])
-                staging[start + n_bytes : start + stride] = 0
-            self.write_copy(place, rows[done : done + place.pages], staging)
-            done += place.pages
-
-    def _buffer(self, name: str, n_bytes: int) -> PageBuffer:
-        """Aligned memory of the thread's own, kept for its next write."""
-        buffer: PageBuffer | None = getattr(self._own, name, None)
-        if buffer is None or buffer.nbytes < n_bytes:
-            buffer = aligned_buffer(n_bytes)
-            setattr(self._own, name, buffer)
-        return buffer
-
-
-def _writers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(WRITE_THREADS, thread_name_prefix="tiered-kv-disk-write")

@@ -31,6 +31,11 @@ class Precedence:
         with self._changed:
             return self._held
 
+    @property
+    def is_clear(self) -> bool:
+        """Whether a chunk need not wait: there is no read, and no chunk that is held back."""
+        return not self._reads and not self._turn.locked()
+
     # `with self._lock` there, as a signal can leave `with self._changed` locked: that is not C.
 
     def begin_read(self, read: object) -> None:

@@ -23,7 +23,9 @@ _HAND_OVER_S = 2e-4
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A read of consecutive bytes of a file into buffers, which are the medium's till it is done.
+    """Consecutive bytes of a file, to be read into buffers, which are the medium's till it is done.
+
+    Or to be written from them, in a ring that is for writing.
 
     Attributes:
         table: address and length of each buffer (uint64, one row a buffer), as an iovec has them.
@@ -41,6 +43,11 @@ class Request:
 
     def __post_init__(self) -> None:
         self.n_bytes = int(self.table[:, 1].sum())
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is done, well or not."""
+        return self.error is not None or self.done >= self.n_bytes
 
     def rest(self) -> Column:
         """The rows of `table` that have not been filled, the first of them from where it is."""

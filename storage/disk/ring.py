@@ -1,6 +1,6 @@
 """io_uring by system calls alone: one thread keeps the medium busy, and no other is woken for it.
 
-Only what this package needs: reads into buffers, begun together and waited for. Nothing is
+Only what this package needs: reads and writes, begun together and waited for. Nothing is
 registered with the kernel, so no memory is locked.
 """
 
@@ -18,7 +18,7 @@ import weakref
 from typing import Any
 
 from tiered_kv.storage.disk.columns import Column
-from tiered_kv.storage.disk.direct_io import MAX_VECTORS, read_exact
+from tiered_kv.storage.disk.direct_io import MAX_VECTORS, read_exact, write_exact
 from tiered_kv.storage.disk.requests import MOST_REQUESTS, Request, Requests
 
 _log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ _GET_EVENTS = 1
 _COOP_TASKRUN, _SINGLE_ISSUER, _DEFER_TASKRUN = 1 << 8, 1 << 12, 1 << 13
 _SINGLE_MMAP = 1
 _OFFSET_RINGS, _OFFSET_ENTRIES = 0, 0x10000000
-_NOP, _READV = 0, 1
+_NOP, _READV, _WRITEV = 0, 1, 2
 _ENTRY = struct.Struct("<BBHiQQIIQ24x")  # opcode, flags, priority, fd, offset, address, length, ..
 _COMPLETION = struct.Struct("<QiI")  # user data, result, flags
 _DRAIN_TRIES, _DRAIN_PAUSE_S = 100, 5e-3
@@ -72,14 +72,19 @@ class Ring:
     (DEFER_TASKRUN), and so what is read after it is whole. Kernels before 6.1 lack that, and may
     post from other cores; there a ring is made only where loads are never reordered (x86).
 
+    Args:
+        is_shared: for several threads, one at a time; posted to as by those older kernels.
+
     Raises:
         OSError: the kernel has no io_uring, or does not allow it here.
     """
 
-    def __init__(self, entries: int) -> None:
+    def __init__(self, entries: int, *, is_shared: bool = False) -> None:
         self._call = _system_call()
         parameters = _Parameters(flags=_COOP_TASKRUN | _SINGLE_ISSUER | _DEFER_TASKRUN)
         try:
+            if is_shared:
+                raise OSError(errno.EINVAL, "one thread's alone")
             self._fd = self._setup(entries, parameters)
         except OSError as error:
             if error.errno != errno.EINVAL or platform.machine() != "x86_64":
@@ -164,12 +169,18 @@ class RingRequests(Requests):
     know what the kernel still writes to: a request is noted before its entry counts, and forgotten
     before its completion is passed.
 
+    Args:
+        ring: one of its own if none is given.
+        is_write: requests are written to the medium, not read.
+
     Raises:
         OSError: there can be no ring.
     """
 
-    def __init__(self) -> None:
-        self._ring = Ring(MOST_REQUESTS)
+    def __init__(self, ring: Ring | None = None, *, is_write: bool = False) -> None:
+        self._ring = ring or Ring(MOST_REQUESTS)
+        self._operation = _WRITEV if is_write else _READV
+        self._at_once = write_exact if is_write else read_exact
         self._under_way: dict[int, tuple[Request, Column]] = {}  # the kernel may read the table
 
     def begin(self, request: Request) -> None:
@@ -195,12 +206,12 @@ class RingRequests(Requests):
         ring, broke = self._ring, None
         ring.tail = ring.taken()
         for number in [number for number in self._under_way if number >= ring.tail]:
-            del self._under_way[number]
+            self._forget(number, -errno.ECANCELED)
         failures, is_left = 0, True
         while is_left:  # once at least: a completion may have been forgotten and not passed
             try:
                 while (completion := ring.next_completion()) is not None:
-                    self._under_way.pop(completion[0], None)
+                    self._forget(*completion)
                     ring.pass_completion()
                 is_left = bool(self._under_way)
                 if is_left:
@@ -221,9 +232,22 @@ class RingRequests(Requests):
     def _push(self, request: Request, table: Column) -> None:
         count = min(len(table), MAX_VECTORS)
         address = table.ctypes.data
-        number = self._ring.push(_READV, request.fd, address, count, request.offset + request.done)
+        offset = request.offset + request.done
+        number = self._ring.push(self._operation, request.fd, address, count, offset)
         self._under_way[number] = (request, table)
         self._ring.tail = number + 1
+
+    def _forget(self, number: int, result: int) -> None:
+        """Note how a request has ended that is done in one go or not at all. Twice is harmless."""
+        if number not in self._under_way:
+            return
+        request, _ = self._under_way[number]
+        if not request.done and result == request.n_bytes:
+            request.done = result
+        elif not request.has_ended:
+            error = -result if result < 0 else errno.EIO
+            request.error = OSError(error, os.strerror(error))
+        del self._under_way[number]
 
     def _reap(self) -> list[Request]:
         done: list[Request] = []
@@ -246,7 +270,7 @@ class RingRequests(Requests):
             if result in (0, -errno.EIO):
                 raise OSError(errno.EIO, f"{os.strerror(errno.EIO)} at offset {request.offset}")
             # not now, or not in this way: what a plain system call says counts
-            request.done = read_exact(request.fd, request.vectors, request.offset)
+            request.done = self._at_once(request.fd, request.vectors, request.offset)
         except OSError as error:
             request.error = error
         return True
@@ -257,7 +281,7 @@ def is_ring_allowed() -> bool:
     try:
         ring = Ring(1)
     except (OSError, AttributeError, ValueError) as error:  # none on this system
-        _log.info("no io_uring (%s): the disk tier reads with threads", error)
+        _log.info("no io_uring (%s): the disk tier uses threads", error)
         return False
     try:
         ring.push(_NOP, -1, 0, 0, 0)
@@ -265,7 +289,7 @@ def is_ring_allowed() -> bool:
         ring.enter(wait=1)
         return ring.next_completion() == (0, 0)
     except OSError as error:
-        _log.info("io_uring does not work (%s): the disk tier reads with threads", error)
+        _log.info("io_uring does not work (%s): the disk tier uses threads", error)
         return False
     finally:
         ring.close()

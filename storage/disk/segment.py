@@ -105,6 +105,11 @@ class SegmentFiles:
         named = partial(self._open, flags=self._flags(os.O_RDONLY))
         into.update(zip((segment,), map(named, (segment_name(segment),)), strict=True))
 
+    def open_for_writes(self, segment: int, into: dict[int, int]) -> None:
+        """The same for writing; tell `has_written` what has gone."""
+        named = partial(self._open, flags=self._flags(os.O_RDWR))
+        into.update(zip((segment,), map(named, (segment_name(segment),)), strict=True))
+
     def has_read(self, fd: int, offset: int, n_bytes: int) -> None:
         """Count what was read, and drop it from the page cache if it went through that."""
         if not self.direct_io and n_bytes:
@@ -127,8 +132,12 @@ class SegmentFiles:
         with self._opened(segment, os.O_RDWR) as fd:
             begun()
             done = write_exact(fd, vectors, offset)
+        self.has_written(done)
+
+    def has_written(self, n_bytes: int) -> None:
+        """Count what was written."""
         with self._lock:
-            self.bytes_written += done
+            self.bytes_written += n_bytes
 
     def sync(self, segment: int) -> None:
         """Block until all that was written to a segment is on the medium."""

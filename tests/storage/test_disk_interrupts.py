@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from disk_rig import PAGE_BYTES, assert_holds, buffers, chain, open_tier, put
 
-from tiered_kv.storage.disk import DiskTier, lane, reader, runs
+from tiered_kv.storage.disk import DiskTier, lane, reader, runs, writes
 from tiered_kv.storage.disk.log import SegmentLog
 from tiered_kv.storage.disk.segment import SegmentFiles
 
@@ -55,10 +55,12 @@ def assert_whole(tier: DiskTier) -> None:
     assert counted == live
 
 
-@pytest.mark.parametrize("what", ["write", "writes in a group", "check"])
+@pytest.mark.parametrize("what", ["write", "writes in a group", "check", "through a ring"])
 def test_an_interrupt_at_any_call_costs_no_segment_and_no_page_but_the_write(
-    path: Path, what: str
+    path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
+    if what == "through a ring":
+        monkeypatch.setattr(writes, "RING_BYTES", 0)
     tier = open_tier(path, capacity_bytes=2 << 20)
     slots = put(tier, chain(range(tier.capacity_pages)))
     number = 1000
@@ -68,6 +70,11 @@ def test_an_interrupt_at_any_call_costs_no_segment_and_no_page_but_the_write(
 
     def group() -> None:
         half, pages = len(slots) // 2, chain(range(number, number + len(slots)))
+        if what == "through a ring":
+            memory = buffers(len(pages))
+            for place, page in zip(memory, pages, strict=True):
+                place[:] = page.data
+            pages = [page._replace(data=place) for page, place in zip(pages, memory, strict=True)]
         ends = [
             tier.begin_write(slots[:half], pages[:half]),
             tier.begin_write(slots[half:], pages[half:]),
@@ -78,7 +85,7 @@ def test_an_interrupt_at_any_call_costs_no_segment_and_no_page_but_the_write(
     def check() -> None:
         tier.check()
 
-    work = {"write": write, "writes in a group": group, "check": check}[what]
+    work = {"write": write, "check": check}.get(what, group)
     calls = interrupted(work, 0)
     for sample in range(SAMPLES):
         number += 1000
@@ -86,6 +93,8 @@ def test_an_interrupt_at_any_call_costs_no_segment_and_no_page_but_the_write(
         tier.free(slots[:3]) if what == "check" else None
         interrupted(work, 1 + calls * sample // SAMPLES)
         assert_whole(tier)
+        own = tier._log._writes  # an interrupt as `begin_write` returns leaves what has begun
+        assert tier._begun or not (own._under_way or own._open)
         if what == "check":
             taken = tier.reserve(3)
             assert taken is not None and sorted(taken) == sorted(slots[:3])
@@ -156,7 +165,7 @@ def test_a_job_that_an_interrupt_has_orphaned_is_waited_for(
     """Else its segment could be filled again before its bytes come, which would lie on others."""
     tier = open_tier(path)
     go, done = threading.Event(), threading.Event()
-    write, submit = SegmentFiles.write, tier._log._pool.submit
+    write, submit = SegmentFiles.write, tier._log._writes._pool.submit
 
     def slow(*arguments: Any) -> None:
         assert go.wait(PATIENCE_S)
@@ -169,7 +178,7 @@ def test_a_job_that_an_interrupt_has_orphaned_is_waited_for(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(SegmentFiles, "write", slow)
-    monkeypatch.setattr(tier._log._pool, "submit", interrupted_after)
+    monkeypatch.setattr(tier._log._writes._pool, "submit", interrupted_after)
     with pytest.raises(KeyboardInterrupt):
         put(tier, chain(range(4)))
     assert done.is_set()

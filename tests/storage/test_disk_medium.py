@@ -483,7 +483,7 @@ def test_where_io_uring_is_forbidden_threads_read(
     with caplog.at_level(logging.INFO, "tiered_kv.storage.disk.ring"):
         tier = open_tier(tmp_path / "store")
     (record,) = caplog.records
-    assert os.strerror(number) in record.message and "reads with threads" in record.message
+    assert os.strerror(number) in record.message and "uses threads" in record.message
     pages = chain(range(40))
     slots = put(tier, pages)
     assert_holds(tier, slots, pages)

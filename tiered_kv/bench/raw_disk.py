@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from tiered_kv.storage.disk.direct_io import probe_direct
-from tiered_kv.storage.disk.log import EXTENT_BYTES, WRITE_THREADS
 from tiered_kv.storage.disk.runs import RUN_BYTES
+from tiered_kv.storage.disk.writes import EXTENT_BYTES, WRITE_THREADS
 from tiered_kv.storage.slab import Slab, align_up
 
 _SEED = 9
