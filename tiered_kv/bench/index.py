@@ -228,7 +228,8 @@ def _notes(settings: IndexSettings, rows: Sequence[Mapping[str, Any]]) -> list[s
         f"{rows[-1]['get_pages']:,}, half in conversations of 16; plan_get_full_s also gives up as "
         "many HBM pages, plan_get_disk_s moreover sends as many host pages to disk",
         "an eviction is one host slot made free; of a conversation that was never written the "
-        "first one plans to write all of it, which is what the p99 shows",
+        f"first one plans to write all of it, ms for {rows[-1]['get_pages']:,} pages; the "
+        "others find that done, and p50 and p99 are theirs",
         f"in evict_batch {rows[-1]['evict_batch_pages']} slots are made free at a time; per page",
         "rss_bytes_per_page: growth of a process's resident memory from an empty to a full index, "
         "keys and slots included, caches and what the disk tier keeps left out",
