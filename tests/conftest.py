@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,10 @@ from store_rig import Rig
 
 # Tests inside real engines have environments and settings of their own: `make test-engines`.
 collect_ignore = ["engines"]
+
+# What a script starts in the background ignores Ctrl-C; tests send it, to themselves and to others.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
