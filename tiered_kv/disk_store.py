@@ -22,6 +22,7 @@ from tiered_kv.counters import Counters, StoreStats
 from tiered_kv.errors import CorruptPageError, StoreClosedError, TieredKVError
 from tiered_kv.found import FoundPages
 from tiered_kv.index import Index, TierState
+from tiered_kv.interrupts import BooksLock, held_back
 from tiered_kv.keys import PageKey
 from tiered_kv.plan import DISK
 from tiered_kv.room import Room
@@ -60,7 +61,7 @@ class DiskStore:
     Bounded: the directory never takes more than its size, metadata included; a full store gives up
     pages by its policy. Durable: what `put` acknowledged outlives a crash. Verified: a page comes
     back as it was put or not at all. A failing medium is a miss and a line in the log, at most one
-    every ten seconds.
+    every ten seconds. Ctrl-C in the main thread is raised when the call has ended.
 
     Args:
         tier: where the bytes go; the store closes it. What it holds already can be had at once.
@@ -77,7 +78,7 @@ class DiskStore:
         self._disk = self._index.by_name[DISK]
         self._room = Room(self._index, {DISK: tier}, {DISK: tier.capacity_pages})
         self._counters = Counters()
-        self._changed = threading.Condition()
+        self._changed = threading.Condition(BooksLock())
         self._under_way = 0
         self._is_closed = False
         self._complained_at = -_QUIET_S
@@ -194,7 +195,7 @@ class DiskStore:
             raise ValueError(
                 "into= must be writable memory: the system would write to it all the same"
             )
-        with self._at_work():
+        with held_back, self._at_work():
             with self._changed:
                 found = self._pin(keys)
             began = time.monotonic()
@@ -235,7 +236,7 @@ class DiskStore:
         self._check(keys, parts)
         if parents is not None and len(parents) != len(keys):
             raise ValueError(f"{len(parents)} parents for {len(keys)} keys")
-        with self._at_work():
+        with held_back, self._at_work():
             self._counters.add("total", "put", len(keys))
             above = dict(zip(keys, parents or [None] * len(keys), strict=True))
             with self._changed:
@@ -259,10 +260,11 @@ class DiskStore:
 
     def close(self) -> None:
         """Let what is under way end, then give the directory back. Twice is harmless."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.wait_for(lambda: not self._under_way)
-        self._tier.close()
+        with held_back:
+            with self._changed:
+                self._is_closed = True
+                self._changed.wait_for(lambda: not self._under_way)
+            self._tier.close()
 
     # -- inside ------------------------------------------------------------------------------------
 

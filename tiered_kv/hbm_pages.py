@@ -66,7 +66,7 @@ class HbmPages:
                 slots = self._room.exactly(HBM, n)
                 self._owned.update(slots or ())
             return slots
-        except KeyboardInterrupt:  # nobody else will give them back
+        except BaseException:  # a signal's: nobody else will give them back
             self.release(slots or ())
             raise
 

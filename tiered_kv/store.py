@@ -266,7 +266,7 @@ class TieredStore:
                     events += self.hbm.lend(into[: len(plan.pages)], transfer.settled)
                 self._start_get(transfer, events, device_event)
             return transfer
-        except KeyboardInterrupt:  # nobody else will end the lease
+        except BaseException:  # a signal's: nobody else will end the lease
             if transfer is not None:
                 transfer.release()
             raise

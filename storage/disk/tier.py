@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tiered_kv.errors import StoreClosedError, TieredKVError, TierIOError
 from tiered_kv.found import FoundPages
+from tiered_kv.interrupts import held_back
 from tiered_kv.keys import KEY_BYTES
 from tiered_kv.slots import SlotPool
 from tiered_kv.storage.base import Page, Tier
@@ -432,8 +433,11 @@ class DiskTier(Tier):
             return audit.report
 
     def close(self) -> None:
-        """Commit what was freed, wait for reads under way, release the directory."""
-        with self._write_lock:
+        """Commit what was freed, wait for reads under way, release the directory.
+
+        Ctrl-C in the main thread is raised when that is done.
+        """
+        with held_back, self._write_lock:
             if self._is_closed:
                 return
             self._end_begun()

@@ -16,7 +16,13 @@ import numpy as np
 from tiered_kv.errors import TierIOError
 from tiered_kv.storage.base import Page, PageBuffer
 from tiered_kv.storage.disk.columns import Column
-from tiered_kv.storage.disk.direct_io import BLOCK_BYTES, aligned_buffer, iovecs, is_aligned
+from tiered_kv.storage.disk.direct_io import (
+    BLOCK_BYTES,
+    aligned_buffer,
+    iovecs,
+    is_aligned,
+    write_exact,
+)
 from tiered_kv.storage.disk.extent import Place, encode_header
 from tiered_kv.storage.disk.geometry import Geometry
 from tiered_kv.storage.disk.parts import PartedPage, gather, parts_of
@@ -112,6 +118,8 @@ class Writes:
             TierIOError: the kernel does not let us wait for that.
         """
         while self._retired:
+            if self._retired[-1] is self._pool:  # an interrupt came before there was another
+                self._pool = _threads()
             self._retired[-1].shutdown(wait=True)
             self._retired.pop()
         if self._ring is not None:
@@ -120,6 +128,9 @@ class Writes:
             except OSError as error:  # not before it ends may its place be written again
                 message = f"what is being written cannot be waited for: {error.strerror}"
                 raise TierIOError(message, tier="disk", errno=error.errno) from error
+            for request in self._under_way:
+                if request.error is not None:  # cut off; it may be of a batch that has not failed
+                    _write_at_once(request)
             self._land(list(self._under_way))
 
     def close(self) -> None:
@@ -291,6 +302,14 @@ class _InRing:
         error = self.exception()
         if error is not None:
             raise error
+
+
+def _write_at_once(request: Request) -> None:
+    request.error = None
+    try:
+        request.done = write_exact(request.fd, request.vectors, request.offset)
+    except OSError as error:
+        request.error = error
 
 
 def _threads() -> ThreadPoolExecutor:

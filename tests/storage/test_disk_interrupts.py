@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -186,3 +187,24 @@ def test_a_job_that_an_interrupt_has_orphaned_is_waited_for(
     pages = chain(range(10, 14))
     assert_holds(tier, put(tier, pages), pages)
     tier.close()
+
+
+def test_an_interrupt_in_close_leaves_no_directory_in_use(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = open_tier(path)
+    pages = chain(range(4))
+    put(tier, pages)
+    close = SegmentLog.close
+
+    def interrupted_close(log: SegmentLog) -> None:
+        signal.raise_signal(signal.SIGINT)
+        close(log)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SegmentLog, "close", interrupted_close)
+        with pytest.raises(KeyboardInterrupt):
+            tier.close()
+    again = open_tier(path)
+    assert [page.key for page in again.pages()] == [page.key for page in pages]
+    again.close()

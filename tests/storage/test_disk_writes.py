@@ -234,9 +234,11 @@ def test_a_failing_medium_fails_all_that_have_begun(
     assert tier.check().is_clean
 
 
+@pytest.mark.parametrize("vectors", [1024, 3])
 def test_a_write_that_cannot_begin_leaves_those_in_the_ring_whole(
-    tier: DiskTier, monkeypatch: pytest.MonkeyPatch, begun: list[Request]
+    tier: DiskTier, monkeypatch: pytest.MonkeyPatch, begun: list[Request], vectors: int
 ) -> None:
+    monkeypatch.setattr(ring, "MAX_VECTORS", vectors)  # 3: it is cut off in the middle
     pages = aligned(range(60))
     slots, end = begin(tier, pages)
 
@@ -251,6 +253,22 @@ def test_a_write_that_cannot_begin_leaves_those_in_the_ring_whole(
     assert_holds(tier, slots, pages)
     assert_idle(tier)
     assert tier.check().is_clean
+
+
+def test_an_interrupt_while_a_failure_is_dealt_with_leaves_threads_to_write(
+    tier: DiskTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    own = tier._log._writes
+    with monkeypatch.context() as patch:
+        patch.setattr(writes, "_threads", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            own.abandon()
+    own.settle()
+    pages = chain(range(5))  # not aligned: a thread's
+    assert_holds(tier, put(tier, pages), pages)
 
 
 def test_no_place_is_written_again_while_the_kernel_keeps_what_failed(
