@@ -14,7 +14,7 @@ from _signal import getsignal  # type: ignore[import-not-found]  # as in `signal
 from _signal import signal as set_handler
 from _thread import RLock
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 _SIGNALS = (int(signal.SIGINT), int(signal.SIGTERM))  # servers raise SystemExit for either
@@ -51,12 +51,7 @@ class _HeldBack:
                 raise
         self._depth += 1
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        trace: TracebackType | None = None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         if threading.get_ident() != threading.main_thread().ident:
             return
         self._depth -= 1
@@ -119,11 +114,6 @@ class BooksLock(RLock):  # type: ignore[misc]  # typeshed alone calls it final
             held_back.__exit__()
             raise
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        trace: TracebackType | None = None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.release()
         held_back.__exit__()

@@ -102,12 +102,14 @@ class SegmentFiles:
 
         One call of C from opening to noting: no signal leaves a descriptor that is nobody's.
         """
-        named = partial(self._open, flags=self._flags(os.O_RDONLY))
-        into.update(zip((segment,), map(named, (segment_name(segment),)), strict=True))
+        self._open_into(into, segment, os.O_RDONLY)
 
     def open_for_writes(self, segment: int, into: dict[int, int]) -> None:
         """The same for writing; tell `has_written` what has gone."""
-        named = partial(self._open, flags=self._flags(os.O_RDWR))
+        self._open_into(into, segment, os.O_RDWR)
+
+    def _open_into(self, into: dict[int, int], segment: int, access: int) -> None:
+        named = partial(self._open, flags=self._flags(access))
         into.update(zip((segment,), map(named, (segment_name(segment),)), strict=True))
 
     def has_read(self, fd: int, offset: int, n_bytes: int) -> None:
